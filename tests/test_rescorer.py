@@ -18,7 +18,7 @@ from agentlightning.span import Span, new_span_id
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.rewards import find_final_reward
-from agentlightning.training.sources.collector import TrajectoryReader
+from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader
 
 
 async def add(store: LightningStoreBase, number: int, *, reward: float | None = 0.0, status: Any = "succeeded") -> str:
@@ -58,7 +58,7 @@ async def test_learning_reads_the_new_reward_and_the_same_intermediate_ones(stor
     rollout_id = await add(store, 3)
     found = await apply(store, number)
     assert (found.rollouts, found.rescored, found.mean_before, found.mean_after) == (1, 1, 0.0, 3.0)
-    ((trajectory,), _) = await TrajectoryReader(store).read({rollout_id: "g"})
+    ((trajectory,), _) = await TrajectoryReader(store).read([RolloutPlan(rollout_id, None, "g")])
     assert (trajectory.reward, trajectory.transitions[0].reward) == (3.0, 0.5)
     assert await final(store, rollout_id) == 3.0
 

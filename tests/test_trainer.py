@@ -26,9 +26,8 @@ from agentlightning.store import InMemoryLightningStore, LightningStoreClient
 from agentlightning.testing import ScriptedEngine
 from agentlightning.trainer import Trainer
 from agentlightning.training.agent_runner import credentials, make_runner, queue_of
-from agentlightning.training.persistence.checkpoints import newest_version
+from agentlightning.training.persistence.checkpoints import newest_version, open_for_training
 from agentlightning.training.persistence.run_dir import RunDir, RunState, read_state
-from agentlightning.training.starting_policy import open_for_training
 from agentlightning.util.progress import Progress
 
 

@@ -32,7 +32,7 @@ from agentlightning.resources import ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.trainer import Trainer
-from agentlightning.training.report import reward_curve
+from agentlightning.training import tracking
 from agentlightning.training.report.result import TrainingResult
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -115,7 +115,7 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_curve, "draw_curve", lambda *_: None)
+    monkeypatch.setattr(tracking, "draw_curve", lambda *_: None)
 
 
 async def one_call(ask: Ask) -> float:

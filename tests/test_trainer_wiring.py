@@ -37,9 +37,9 @@ from agentlightning.rollouts import AttemptedRollout
 from agentlightning.store import InMemoryLightningStore
 from agentlightning.tracing.air import air_rule
 from agentlightning.trainer import Trainer
+from agentlightning.training import tracking
 from agentlightning.training.persistence import checkpoints as checkpoints_module
 from agentlightning.training.persistence.checkpoints import Checkpoints
-from agentlightning.training.report import reward_curve
 from agentlightning.training.report.result import TrainingResult
 
 pytestmark = pytest.mark.integration
@@ -65,7 +65,7 @@ class Run:
             return self.policy
 
         monkeypatch.setattr(opening, "open_policy", open_policy)
-        monkeypatch.setattr(reward_curve, "draw_curve", lambda *_: None)
+        monkeypatch.setattr(tracking, "draw_curve", lambda *_: None)
 
     async def fit(self, config: TrainConfig, algorithm: Any = None, **tasks: list[Any]) -> TrainingResult:
         config = config.model_copy(

@@ -20,7 +20,7 @@ from typing import Any
 from agentlightning import span as names
 from agentlightning.config import TrainConfig
 from agentlightning.dashboard.serve import EXPORTS, RECORDED
-from agentlightning.demo import messages
+from agentlightning.demo import job, messages
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.models.resolve import resolve_model
 from agentlightning.store import LightningStore
@@ -43,7 +43,7 @@ def train(directory: Path, changes: tuple[str, ...]) -> None:
     if (directory / "report.json").exists():
         return
     settings = directory.with_suffix(".toml")
-    settings.write_text(dump_toml(messages.settings(MODEL, SEED)))
+    settings.write_text(dump_toml(job.settings("messages.toml", policy__model=MODEL, run__seed=SEED)))
     config = load_settings(TrainConfig, toml=settings, overrides=[*SETTINGS, *changes])
     Trainer(config, run_dir=directory).fit(**messages.tasks(SEED))
 

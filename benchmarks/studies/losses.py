@@ -26,7 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tasks.calculator import Calculator, CalculatorRun
 
-from agentlightning.demo import job as recipe
 from agentlightning.policy.losses import LOSSES
 
 TARGET = 0.9
@@ -86,7 +85,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     chosen = ["ppo"] if options.quick else options.arms
-    length = {"steps": 4, "warm_start_steps": 12} if options.quick else {"steps": recipe.RL_STEPS}
+    length = {"steps": 4, "warm_start_steps": 12} if options.quick else {}
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         calculator = Calculator(Path(folder), **length)

@@ -24,11 +24,12 @@ import agentlightning as agl
 from agentlightning.demo import job
 from agentlightning.demo.agent import TOOLS, calculator, client
 from agentlightning.demo.job import FRESH
-from agentlightning.demo.problems import NUMBER, make_tasks, score
+from agentlightning.demo.problems import CLEAN, NUMBER, make_tasks, score
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.models.tiny import make_tiny
 from agentlightning.testing import ScriptedServer
 
+RECIPE: Any = job.settings("calculator.toml")
 SYSTEM: Final = "Reply ### ANSWER: number ###"
 START: Final = "{question}\nHow many?"
 """The prompt that every arm begins with."""
@@ -75,7 +76,7 @@ def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
     for place, task in enumerate(make_tasks("train", count, seed)):
         chosen = rng.sample(INSTRUCTIONS, rng.randint(0, 3))
         share = WITHOUT + sum(USEFUL.get(each, 0.0) for each in chosen)
-        calculates = place < job.CLEAN * count or rng.random() < share
+        calculates = place < CLEAN * count or rng.random() < share
         prompt = "\n".join([START.format(**task), *(f"- {each}" for each in chosen)])
         opening = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
         found.append({"messages": [*opening, *_answer(task, place, calculates)], "tools": TOOLS})
@@ -98,16 +99,17 @@ def starting_policy(folder: Path, seed: int, steps: int) -> Path:
     """The policy that every arm begins with; made once."""
     start = folder / f"start-{seed}"
     if not start.exists():
-        records = demonstrations(steps * job.SFT_BATCH, seed)
+        warm_start = RECIPE.warm_start
+        records = demonstrations(steps * warm_start.batch_size, seed)
         agl.SFTAlgorithm(
             make_tiny(folder / f"tiny-{seed}", records, seed=seed),
             records,
             output=start,
             steps=steps,
-            batch_size=job.SFT_BATCH,
+            batch_size=warm_start.batch_size,
             shuffle=False,
             seed=seed,
-            optimizer=job.SFT_OPTIMIZER,
+            optimizer=warm_start.optimizer,
             on_step=lambda step, metrics: (
                 print(f"warm start {step}: {metrics['loss']:.3f}") if step % 50 == 0 else None
             ),
@@ -146,9 +148,9 @@ def algorithm(arm: str, url: str, steps: int, budget: int, seed: int) -> agl.Alg
     search = agl.APO(**models, budget={"calls": budget}, seed=seed)
     learn = agl.LightningRL(
         steps=steps,
-        tasks_per_step=job.TASKS_PER_STEP,
-        group_size=job.GROUP_SIZE,
-        minibatches=job.MINIBATCHES,
+        tasks_per_step=RECIPE.algorithm.tasks_per_step,
+        group_size=RECIPE.algorithm.group_size,
+        minibatches=RECIPE.algorithm.minibatches,
         aggregate="token",
         optimizer=agl.config.OptimizerConfig(lr=3e-4, schedule="cosine", warmup_steps=min(2, steps - 1), clip_norm=1.0),
     )
@@ -177,7 +179,7 @@ def run(
             initial_resources={"prompt": agl.PromptTemplate(template=START)},
         ).fit(
             solve,
-            make_tasks("train", job.TASKS_PER_STEP * steps, seed + FRESH),
+            make_tasks("train", RECIPE.algorithm.tasks_per_step * steps, seed + FRESH),
             make_tasks("val", held_out // 2, seed),
             held_out_dataset=make_tasks("test", held_out, seed),
         )
@@ -194,7 +196,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps of reinforcement learning")
     parser.add_argument("--budget", type=int, default=120, help="evaluations of the prompt search")
     parser.add_argument("--held-out", type=int, default=job.HELD_OUT, help="tasks; half as many validate")
-    parser.add_argument("--warm-start", type=int, default=job.SFT_STEPS, help="its steps")
+    parser.add_argument("--warm-start", type=int, default=RECIPE.warm_start.steps, help="its steps")
     parser.add_argument("--folder", type=Path, help="where runs and starting policies are kept")
     parser.add_argument("--arms", default=",".join(ARMS))
     given = parser.parse_args()

@@ -486,6 +486,10 @@ class TrainConfig(Section):
     """Automatic intermediate rewards: rule -> weight. Rules: tool_succeeded, tool_raised, repeated_failure,
     output_parsed, retrieved_text_used, progress, and your own as `module:function`. Empty: none."""
 
+    def with_section(self, name: str, **values: Any) -> Self:
+        """A copy with other values in a section. They are not checked."""
+        return self.model_copy(update={name: getattr(self, name).model_copy(update=values)})
+
     @property
     def is_recorded(self) -> bool:
         """Whether a run learns from what was recorded, and `agent`, where there is one, only measures."""

@@ -112,8 +112,10 @@ def evaluate(
     if model is not None:
         opening.check_model(model)
     tasks = load_dataset(dataset)[:limit]
-    _check_unseen(tasks, trained_on)
-    members, keys = slice_members(tasks, [slices] if isinstance(slices, str) else slices), tuple(map(task_key, tasks))
+    if trained_on is not None and (shared := overlaps({"training": load_dataset(trained_on), "evaluation": tasks})):
+        raise DatasetError(f"{shared[0]}. Evaluate on tasks that the agent has not learned from")
+    fields, keys = [slices] if isinstance(slices, str) else slices, tuple(map(task_key, tasks))
+    members = {field: slice_members(tasks, field) for field in fields}
     before = _previous(compare, keys)
     config = runner or RunnerConfig()
     if concurrency is not None:
@@ -136,14 +138,6 @@ SEEN_BY_AGENTS = {"env", "hide", "cwd", "timeout_seconds", "fresh_process", "max
 """Settings of the runner that tell cached rollouts apart."""
 
 
-def _check_unseen(tasks: Sequence[Any], trained_on: str | Path | Sequence[Any] | None) -> None:
-    if trained_on is None:
-        return
-    shared = overlaps({"training": load_dataset(trained_on), "evaluation": tasks})
-    if shared:
-        raise DatasetError(f"{shared[0]}. Evaluate on tasks that the agent has not learned from")
-
-
 def _previous(compare: Evaluation | str | Path | None, keys: Sequence[str]) -> Evaluation | None:
     """The evaluation to compare with, once it is sure that it has tasks in common: before anything is run."""
     before = Evaluation.load(compare) if isinstance(compare, str | Path) else compare
@@ -162,12 +156,11 @@ async def _evaluate(
     mode: str,
     reward_weights: RewardWeights,
     repeats: int,
-    directory: str | Path | None,
+    cache_directory: str | Path | None,
     config: RunnerConfig,
     resources: NamedResources,
     progress: Progress,
 ) -> Evaluation:
-    """`directory`: that of the cache."""
     token, secret = credentials()
     if model is not None:
         require_training()
@@ -175,15 +168,20 @@ async def _evaluate(
         stack.enter_context(progress)
         store, cache, ids = InMemoryLightningStore(), None, None
         stack.push_async_callback(store.close)
-        if directory is not None:
+        if cache_directory is not None:
             seen = config.model_dump(mode="json", include=SEEN_BY_AGENTS)
             known = named_resources.dump_python(resources, mode="json")
-            cache = _open_cache(Path(directory), stack, agent, reward, model, mode, seen, known)
+            cache = _open_cache(Path(cache_directory), stack, agent, reward, model, mode, seen, known)
             store, ids = cache.store, cache.rollout_ids(tasks, repeats)
-        queue, redirect = None if cache is None else cache.queue, model is not None
+        queue, redirect = cache and cache.queue, model is not None
         runner = make_runner(config, store, agent, reward, secret, redirect=redirect, queue=queue)
         listener = await load_agent(runner, stack, policy=model is not None)
-        engines = None if model is None else await _open_engines(str(model), stack)
+        engines: dict[str, Engine] | None = None
+        if model is not None:
+            directory = await opening.directory_of(str(model), stack)
+            policy = await opening.open_policy(opening.policy_config(PolicyConfig(), directory))
+            stack.push_async_callback(policy.close)
+            engines = {policy.model: policy}
         server = await stack.enter_async_context(serve(store, engines, secret=secret, token=token, listener=listener))
         if engines is not None:
             sampling = {"temperature": TEMPERATURES[mode]}
@@ -193,7 +191,7 @@ async def _evaluate(
         if cache is None:
             resources_id = (await store.add_resources(resources)).resources_id
         else:
-            resources_id = (await store.update_resources(cache.resources_id, resources)).resources_id
+            resources_id = (await store.update_resources(f"eval-{cache.settings}", resources)).resources_id
         done = set[str]() if cache is None else await cache.begin()
         await runner.start(server.url)
         stack.push_async_callback(runner.stop)
@@ -235,13 +233,6 @@ async def _note_first(collector: RolloutCollector, collected: Collected, progres
         )
 
 
-async def _open_engines(model: str, stack: AsyncExitStack) -> dict[str, Engine]:
-    directory = await opening.directory_of(model, stack)
-    policy = await opening.open_policy(opening.policy_config(PolicyConfig(), directory))
-    stack.push_async_callback(policy.close)
-    return {policy.model: policy}
-
-
 # -- cache -------------------------------------------------------------------------------------------------------------
 
 DIGITS = 32
@@ -259,10 +250,6 @@ class _Cache:
     def queue(self) -> str:
         """Only rollouts of these settings, so that no other agent runs what an interrupted evaluation left."""
         return f"{PRIVATE_QUEUE}eval-{self.settings}"
-
-    @property
-    def resources_id(self) -> str:
-        return f"eval-{self.settings}"
 
     def rollout_ids(self, tasks: Sequence[Any], repeats: int) -> list[str]:
         """An id for each rollout, task by task. Tasks of equal content are further repetitions."""

@@ -17,8 +17,8 @@ from typing import Any
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.rollouts import Rollout, RolloutMode, RolloutStatus
-from agentlightning.runner.agents.loading import load_object
-from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.runner.agents.agent import load_object
+from agentlightning.runner.agents.arguments import RewardFunction
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.span import Span, counts
 from agentlightning.store.base import LightningStoreBase

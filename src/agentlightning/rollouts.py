@@ -18,9 +18,9 @@ RolloutStatus = Literal["queuing", "preparing", "running", "succeeded", "failed"
 AttemptStatus = Literal["preparing", "running", "succeeded", "failed", "timeout", "unresponsive"]
 RolloutMode = Literal["train", "val", "test"]
 
-WAITING: frozenset[str] = frozenset({"queuing", "requeuing"})
+WAITING = frozenset({"queuing", "requeuing"})
 """States in which a runner may claim a rollout."""
-FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 BRANCH: Final = "branch"
 """In the metadata of a rollout that branches off another: its `rollout_id`, and the `span_ids` of the calls whose
 recorded answers are given again."""
@@ -132,6 +132,11 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True, gc=False):
     """
 
     attempt: Attempt
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        """Those of the rollout and of the attempt."""
+        return self.rollout_id, self.attempt.attempt_id
 
 
 @as_dataclass

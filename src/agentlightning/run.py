@@ -11,8 +11,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,18 +28,18 @@ from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
 from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.compat.runner import Hook, with_hooks
-from agentlightning.config import TrainConfig
+from agentlightning.config import CALLBACKS, TrainConfig
 from agentlightning.dashboard.app import PATH as DASHBOARD
 from agentlightning.dashboard.app import dashboard_routes
 from agentlightning.dashboard.data.run_data import catalog_of_run
 from agentlightning.engine.base import Engine
-from agentlightning.errors import ConfigError, ResumeError
+from agentlightning.errors import ConfigError, DatasetError, ResumeError
 from agentlightning.policy.base import Policy, capabilities_of
 from agentlightning.policy.learner import Learner
 from agentlightning.policy.open import follow_trainer, open_models, require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
-from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.agent import load_object
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.server.app import Server, is_loopback
 from agentlightning.server.serve import serve
@@ -61,45 +61,50 @@ from agentlightning.training.agent_runner import (
     routes_models,
     run_beside,
 )
-from agentlightning.training.callbacks import Callback, make_callbacks
+from agentlightning.training.callbacks import Callback
 from agentlightning.training.dry_run import DryRun
 from agentlightning.training.environment_providers import with_own_providers
 from agentlightning.training.governance import Audit, Gate, Guard, Health
-from agentlightning.training.health.examination import starting_warnings
 from agentlightning.training.joined_gateways import JoinedGateways, check_gateways, joined_url
-from agentlightning.training.persistence.checkpoints import Checkpoints, ResourcePublisher, read_resources
-from agentlightning.training.persistence.run_changes import (
+from agentlightning.training.persistence.checkpoints import (
+    Checkpoints,
+    ResourcePublisher,
+    has_random_weights,
+    make_starting_policy,
+    open_for_training,
+    read_resources,
+)
+from agentlightning.training.persistence.run_dir import (
+    OBJECTS,
+    RunDir,
+    RunState,
     Tasks,
+    append_lines,
     changed_settings,
     changes_rewards,
-    check_disjoint,
     check_extensions,
-    check_objects,
     describe_changes,
     extensions_of,
     load_tasks,
+    read_state,
     read_tasks,
-    record_of,
+    shown,
+    write_atomically,
     write_tasks,
 )
-from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
-from agentlightning.training.persistence.token_ratios import TokenRatios
 from agentlightning.training.recorded import (
+    CHECKPOINT_EVERY,
     RecordedSource,
     check_live,
     check_recorded,
     open_recorded,
     recorded_data,
-    sessions_of,
-    wired_settings,
 )
-from agentlightning.training.report.result import TrainingResult
-from agentlightning.training.report.reward_curve import Curve
+from agentlightning.training.report.result import TrainingResult, starting_warnings
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
 from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
-from agentlightning.training.starting_policy import has_random_weights, make_starting_policy, open_for_training
-from agentlightning.training.tracking import Tracking
+from agentlightning.training.tracking import Curve, TokenRatios, Tracking
 from agentlightning.training.watch import watch_rollouts
 from agentlightning.util.event_loop import in_background
 from agentlightning.util.plugins import calls_of, load_plugin
@@ -143,30 +148,35 @@ class Run(Struct):
             follow_trainer(self.config.policy)
         with self.progress:
             run_dir, state, tasks = self._open(train, validation, held_out, recorded=recorded)
+            is_new = self.before is None and self.trained is None
             try:
                 async with AsyncExitStack() as stack:
-                    with self._set_up(run_dir, state):
-                        algorithm = algorithm_of_run(self.algorithm, self.config, state.algorithm, self.path)
-                        if changed_rewards := self._changes_rewards():
-                            state.forget_measurements()
-                        source = None
-                        if recorded:
-                            check_recorded(algorithm, self.config, self.agent, tasks.held_out)
-                            store, parts = sessions_of(algorithm, self.store), (run_dir, state, self.progress, stack)
-                            self.config, source = await open_recorded(self.config, algorithm, store, *parts)
-                            write_tasks(run_dir, tasks)
-                            self._write_config(run_dir)
-                            algorithm = source.plan.algorithm
-                        wiring = self._wiring(algorithm, run_dir, state, tasks, source)
-                        runner, run = await stack.enter_async_context(wiring.open())
-                        run_dir.write_state(state)
-                        if changed_rewards:
-                            await run.begin_revision()
+                    algorithm = self._algorithm_of(state.algorithm)
+                    if changed_rewards := self._changes_rewards():
+                        state.forget_measurements()
+                    source = None
+                    if recorded:
+                        check_recorded(algorithm, self.config, self.agent, tasks.held_out)
+                        given = self.config, algorithm, self.store, run_dir, state, self.progress, stack
+                        self.config, source = await open_recorded(*given)
+                        write_tasks(run_dir, tasks)
+                        self._write_config(run_dir)
+                        algorithm = source.plan.algorithm
+                    wiring = self._wiring(algorithm, run_dir, state, tasks, source)
+                    runner, run = await stack.enter_async_context(wiring.open())
+                    run_dir.write_state(state)
+                    if changed_rewards:
+                        await run.begin_revision()
+                    is_new = False
+                    self._record_changes(run_dir, state)
                     random = algorithm.learns_weights and algorithm.objective == "reinforcement"
                     random = random and has_random_weights(self.config)
                     run.warn_of(starting_warnings(random_weights=random, shared=tasks.shared()))
                     return await run_beside(runner, run.fit())
             except Exception as error:
+                warmed_up = self.config.warm_start.dataset is not None and run_dir.start.exists()
+                if is_new and not warmed_up:
+                    run_dir.discard()
                 run_dir.write_error(error)
                 raise
             finally:
@@ -193,6 +203,21 @@ class Run(Struct):
     @property
     def _chosen(self) -> Algorithm[Any]:
         return self.algorithm or make_algorithm(self.config.algorithm)
+
+    def _algorithm_of(self, recorded: str | None) -> Algorithm[Any]:
+        """The given object, or the algorithm that the settings name. Raises ResumeError where a resumed run had another
+        one, which its directory cannot bring back."""
+        given = self.algorithm
+        if given is None and recorded is None:
+            return self._chosen
+        name = given and class_name(given)
+        if given is None or name != (recorded or class_name(make_algorithm(self.config.algorithm))):
+            raise ResumeError(
+                f"{self.path} is trained by {recorded or 'an algorithm made from its settings'}, not by"
+                f" {name or 'one made from settings'}; give it the algorithm it had:"
+                f" Trainer.resume({str(self.path)!r}, algorithm=...)"
+            )
+        return given
 
     def _changes_rewards(self) -> bool:
         """Whether a resumed run has a changed agent, reward or reward weights. An object that replaces an object is
@@ -238,15 +263,14 @@ class Run(Struct):
         run_dir = RunDir.open(self.path)
         for earlier in (run_dir.start, run_dir.reference):
             shutil.rmtree(earlier, ignore_errors=True)
-        policy = self.config.policy.model_copy(update={"model": str(self.trained)})
-        self.config = self.config.model_copy(update={"policy": policy})
+        self.config = self.config.with_section("policy", model=str(self.trained))
         state.step = data.first_step = len(run_dir.read_metrics())
         return run_dir, state, tasks
 
     def _reopen(self, *, recorded: bool) -> tuple[RunDir, RunState, Tasks]:
         run_dir = RunDir.open(self.path)
         try:
-            state = run_dir.read_state()
+            state = read_state(self.path)
             if state.recorded is not None and not recorded:
                 raise ResumeError(
                     f"{self.path} learns from recorded data, without an agent; continue it with Trainer.resume("
@@ -258,20 +282,12 @@ class Run(Struct):
             run_dir.close()
             raise
 
-    @contextmanager
-    def _set_up(self, run_dir: RunDir, state: RunState) -> Generator[None]:
-        """Discard a new run if its set-up fails, unless its warm start is done; record the changes of a resumed one."""
-        try:
-            yield
-        except Exception:
-            warmed_up = self.config.warm_start.dataset is not None and run_dir.start.exists()
-            if self.before is None and self.trained is None and not warmed_up:
-                run_dir.discard()
-            raise
-        if self.before is not None and (changes := changed_settings(self.before, self.config)):
+    def _record_changes(self, run_dir: RunDir, state: RunState) -> None:
+        """Those of a resumed run."""
+        if self.before is not None and (changes := shown(changed_settings(self.before, self.config))):
             self._write_config(run_dir)
-            with (run_dir.path / "changes.jsonl").open("ab") as file:
-                file.write(record_of(changes, state.step))
+            record = {"time": time.time(), "step": state.step, "changes": changes}
+            append_lines(run_dir.path / "changes.jsonl", record)
             self.progress.note(f"changed: {describe_changes(changes)}")
 
     def _write_config(self, run_dir: RunDir) -> None:
@@ -284,13 +300,19 @@ class Run(Struct):
         """Of an agent, which in a run on `recorded` data only measures, and may be missing; such a run keeps rollouts
         in a store of its own. Raises ConfigError for none, ResumeError for an object that was not given again."""
         config, store, agent = self.config, self.store, self.agent
-        check_objects(self.path, state, store=store, reward=self.reward, callbacks=self.callbacks)
-        if recorded is not None:
-            config, store = wired_settings(config, agent), None
+        given = {"store": store, "reward": self.reward, "callbacks": self.callbacks}
+        for name, (what, how) in OBJECTS.items():
+            if name in state.objects and not given[name]:
+                raise ResumeError(f"{self.path} {what}: Trainer.resume({str(self.path)!r}, {name}={how}")
+        if recorded is not None:  # Checkpoints are rare, and without an agent nothing is measured.
+            every, store = config.run.checkpoint_every or CHECKPOINT_EVERY, None
+            config = config.with_section("run", checkpoint_every=every)
+            config = config if agent is not None else config.with_section("evaluation", modes=())
         if agent is not None or recorded is None:
             check_runners(config, store, agent, self.reward)
-        given = with_hooks(agent, self.hooks, config.runner.hooks), self.reward, store, self.resources, self.callbacks
-        return Wiring(config, algorithm, *given, self.progress, run_dir, state, tasks, recorded)
+        agent = with_hooks(agent, self.hooks, config.runner.hooks)
+        parts = agent, self.reward, store, self.resources, self.callbacks, self.progress
+        return Wiring(config, algorithm, *parts, run_dir, state, tasks, recorded)
 
 
 class Wiring(Struct):
@@ -322,8 +344,11 @@ class Wiring(Struct):
         if not learns:
             self.config = with_own_providers(self.config, note)
         config, given, run_id = self.config, self.store, state.run_id
-        if algorithm.selects_result:
-            check_disjoint(self.tasks)
+        if algorithm.selects_result and (shared := self.tasks.shared()):
+            raise DatasetError(
+                f"{'; '.join(map(str, shared))}: a result could be chosen on what it is tested with; give each task to"
+                " one split"
+            )
         check_prices(algorithm, config)
         if self.recorded is None:
             check_staleness(config.run.max_staleness, algorithm.total_steps)
@@ -340,24 +365,24 @@ class Wiring(Struct):
                 runner = make_runner(config.runner, store, self.agent, self.reward, secret, log=log, **routing)
             url = joined_url(config)
             listener = await load_agent(runner, stack, config.run.host, config.run.port, policy=learns, url=url)
-            policy, gateways = None, JoinedGateways(config, given, run_id, note)
-            stack.push_async_callback(gateways.close)
+            policy, joined = None, JoinedGateways(config, given, run_id, note) if config.run.gateways else None
+            if joined:
+                stack.push_async_callback(joined.close)
             if learns:
                 await make_starting_policy(config, self.run_dir, self.tasks, self.progress)
-                check = gateways.check_free
+                check = joined and joined.check_free
                 policy = await open_for_training(config, algorithm, self.run_dir, state, store, self.progress, check)
                 stack.push_async_callback(policy.close)
-            joined = gateways if config.run.gateways else None
             if joined:
                 await stack.enter_async_context(joined.join(policy))
             own = None if joined else policy
             server = await serve_run(config, store, own, self.run_dir, stack, secret, token, listener)
             note(f"dashboard: {server.url}{DASHBOARD}#token={token}")
             called = url or config.run.public_url or server.url
-            run = self._run(self._collector(store, policy, queue), policy, server, called, joined, since)
+            run = self._run(store, queue, policy, server, called, joined, since)
             stack.push_async_callback(run.close)
             if self.progress.enabled:
-                timeout, own_store = config.runner.timeout_seconds, self.run_dir.store_path.exists()
+                timeout, own_store = config.runner.timeout_seconds, (self.run_dir.path / "store.db").exists()
                 watching = watch_rollouts(store, run_id, self.progress, timeout, own_store=own_store)
                 await stack.enter_async_context(in_background(watching))
             await run.collector.move(run_id, called)
@@ -372,19 +397,10 @@ class Wiring(Struct):
                 run.prepared = await algorithm.prepare(run)
             yield runner, run
 
-    def _collector(self, store: LightningStoreBase, policy: Policy | None, queue: str | None) -> RolloutCollector:
-        config, limits, model = self.config, NO_LIMITS, None
-        if policy is not None:
-            limits, model = TokenLimits(policy.vocab_size, policy.context_length), policy.model
-        reward = config.curriculum.turns and config.curriculum.turns.reward
-        rules = weighted_rules(config.air, load_rule)
-        reader = TrajectoryReader(store, model, limits, rules, turn_limit_reward=reward)
-        share = config.runner.max_failed_share
-        return RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
-
     def _run(
         self,
-        collector: RolloutCollector,
+        store: LightningStoreBase,
+        queue: str | None,
         policy: Policy | None,
         server: Server,
         url: str,
@@ -394,10 +410,29 @@ class Wiring(Struct):
         """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its
         calls go to `url`: the gateway of `server`, or one that was joined."""
         config, algorithm, run_dir, state = self.config, self.algorithm, self.run_dir, self.state
-        publisher = ResourcePublisher(collector.store, url, policy, self.resources, config.runner.max_calls)
+        limits, model, learner, publish = NO_LIMITS, None, None, None
+        if policy is not None:
+            limits, model = TokenLimits(policy.vocab_size, policy.context_length), policy.model
+            updating = joined and joined.updating
+            if updating is None:
+                assert server.gateway is not None
+                updating = partial(
+                    server.gateway.gates.of(policy).update,
+                    in_flight=config.policy.in_flight,
+                    drain_seconds=config.policy.drain_seconds if capabilities_of(policy).in_flight else None,
+                )
+            if config.policy.weights.url is not None:
+                weights = load_plugin("publishers", "weights")
+                publish = weights(policy, config.policy.weights, run_dir.path / "weights").publish
+            learner = Learner(policy, updating, config.policy.token_budget, state.resumes, publish)
+        reward = config.curriculum.turns and config.curriculum.turns.reward
+        reader = TrajectoryReader(store, model, limits, weighted_rules(config.air), reward)
+        share = config.runner.max_failed_share
+        collector = RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
+        publisher = ResourcePublisher(store, url, policy, self.resources, config.runner.max_calls)
         if not state.measures_start(config.evaluation.modes):
             publisher.publish(read_resources(run_dir.path, state.checkpoint))
-        learner = None if policy is None else self._learner(policy, server, joined)
+        target = {"target_agent": getattr(self.agent, "trained_agents", None)}  # Those that the agent itself declares.
         checkpoints = Checkpoints(run_dir, state, config.run, learner, publisher, algorithm, self.progress.note)
         checkpoints.restore_algorithm(state.checkpoint)
         return TrainingRun(
@@ -412,40 +447,29 @@ class Wiring(Struct):
             self.progress,
             algorithm.total_steps + (state.first_step if self.recorded else 0),
             since,
-            trained_agents(self.agent),
+            settings_from(LightningRLConfig, target, source="trained_agents of the agent").target_agent,
             joined,
             validates=not algorithm.selects_result,
         )
 
     async def _add_callbacks(self, run: TrainingRun) -> None:
         config = self.config
-        callbacks = make_callbacks(config.run.callbacks, self.callbacks)  # before a tracker begins a run
-        run.add(Curve(self.run_dir, required=run.learner is not None))
+        named: list[Callback[Any]] = []
+        for each in map(CALLBACKS.find, config.run.callbacks):  # Before a tracker begins a run.
+            with calls_of(each, "callback"):
+                named.append(each())
+        run.add(Curve(run))
         run.add(await asyncio.to_thread(Tracking, run))
         if config.guard is not None:
             run.add(Guard(run, config.guard))
         if config.run.token_ratios and run.learner is not None:
-            run.add(TokenRatios(run.directory, run.state, run.learner))
+            run.add(TokenRatios(run))
         run.add(audit := Audit(run))
         run.add(health := Health(run))
         if config.gate is not None:
             run.add(Gate(run, config.gate, audit, health))
-        for callback in callbacks:
+        for callback in (*named, *self.callbacks):
             run.add(callback)
-
-    def _learner(self, policy: Policy, server: Server, joined: JoinedGateways | None) -> Learner:
-        config, updating, publish = self.config.policy, joined and joined.updating, None
-        if updating is None:
-            assert server.gateway is not None
-            updating = partial(
-                server.gateway.gates.of(policy).update,
-                in_flight=config.in_flight,
-                drain_seconds=config.drain_seconds if capabilities_of(policy).in_flight else None,
-            )
-        if config.weights.url is not None:
-            publisher = load_plugin("publishers", "weights")
-            publish = publisher(policy, config.weights, self.run_dir.path / "weights").publish
-        return Learner(policy, updating, config.token_budget, self.state.resumes, publish)
 
     def _stream(
         self, collector: RolloutCollector, publisher: ResourcePublisher, learner: Learner | None
@@ -480,7 +504,7 @@ async def open_store(given: LightningStoreBase | None, run_dir: RunDir, stack: A
     """The given store, or the run's own. Its spans also go where OpenTelemetry's environment variables say."""
     store = given
     if store is None:
-        store = LightningStore(run_dir.store_path)
+        store = LightningStore(run_dir.path / "store.db")
         stack.push_async_callback(store.close)
     endpoint = next(filter(None, map(os.environ.get, OTLP_ENDPOINTS)), None)
     if endpoint is not None:
@@ -520,11 +544,6 @@ async def serve_run(
         pages=dashboard_routes(data, token),
     )
     return await stack.enter_async_context(serving)
-
-
-def load_rule(name: str) -> Any:
-    """The function of an AIR rule that is given by name. Raises AgentError."""
-    return load_object(function_spec(name, "AIR rule"), "AIR rule")
 
 
 def check_calls_of_policy(config: TrainConfig) -> None:
@@ -594,26 +613,3 @@ def _absolute(section: C, *names: str) -> C:
     """A section of settings whose paths, where there is something, are absolute."""
     given = {name: path for name in names if (path := getattr(section, name, None)) and Path(path).exists()}
     return section.model_copy(update={name: str(Path(path).resolve()) for name, path in given.items()})
-
-
-def algorithm_of_run(
-    given: Algorithm[Any] | None, config: TrainConfig, recorded: str | None, run_dir: Path
-) -> Algorithm[Any]:
-    """The given object, or the algorithm that the configuration names. Raises ResumeError where a resumed run had
-    another one, which its directory cannot bring back."""
-    if given is None and recorded is None:
-        return make_algorithm(config.algorithm)
-    name = None if given is None else class_name(given)
-    if given is None or name != (recorded or class_name(make_algorithm(config.algorithm))):
-        raise ResumeError(
-            f"{run_dir} is trained by {recorded or 'an algorithm made from its settings'}, not by"
-            f" {name or 'one made from settings'}; give it the algorithm it had:"
-            f" Trainer.resume({str(run_dir)!r}, algorithm=...)"
-        )
-    return given
-
-
-def trained_agents(agent: Any) -> str | None:
-    """The agents to train, where the agent is an object that declares them."""
-    target = getattr(agent, "trained_agents", None)
-    return settings_from(LightningRLConfig, {"target_agent": target}, source="trained_agents of the agent").target_agent

@@ -13,18 +13,18 @@ import random
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
 
 import orjson
 
 from agentlightning.errors import ConfigError, DatasetError, MissingExtraError
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 from agentlightning.util.plugins import Registry, calls_of, plugin_names
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def _fields(value: Any) -> Any:
 def _rows(dataset: Any, where: str) -> list[Any]:
     """The rows of a Hugging Face dataset, or of a table, without the nulls that its columns gave them."""
     if isinstance(dataset, dict):
-        splits = cast("dict[str, Any]", dataset)
+        splits = cast(Json, dataset)
         several, names = len(splits) > 1, ", ".join(splits)
         if several and "train" not in splits:
             raise DatasetError(f"{where} holds several splits ({names}); name one, as in {where}/{next(iter(splits))}")
@@ -227,7 +227,7 @@ def _rows(dataset: Any, where: str) -> list[Any]:
 
 def _without_nulls(value: Any, left_out: list[str]) -> Any:
     if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
+        items = cast(Json, value).items()
         left_out += [name for name, each in items if each is None]
         return {name: _without_nulls(each, left_out) for name, each in items if each is not None}
     return [_without_nulls(each, left_out) for each in cast("list[Any]", value)] if isinstance(value, list) else value
@@ -313,7 +313,7 @@ def _saved_dataset(path: Path) -> Iterable[Any]:
     return found
 
 
-READERS: dict[str, Callable[[Path], list[Any]]] = {
+READERS = {
     ".jsonl": _jsonl,
     ".ndjson": _jsonl,
     ".json": _json_array,
@@ -327,8 +327,7 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
 
 def task_key(task: Any) -> str:
     """Digest of a task's content (32 hexadecimal digits), independent of the order of keys."""
-    canonical = dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    return hashlib.sha256(canonical).hexdigest()[:32]
+    return hashlib.sha256(dumps(task, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)).hexdigest()[:32]
 
 
 def split(tasks: Sequence[T], fractions: Sequence[float], seed: int = 0) -> list[list[T]]:
@@ -369,16 +368,13 @@ class Overlap:
 
 def overlaps(datasets: Mapping[str, Sequence[Any]]) -> list[Overlap]:
     """Which of the named datasets share tasks of equal content, two by two."""
+    keys = {name: [task_key(task) for task in tasks] for name, tasks in datasets.items()}
     found: list[Overlap] = []
-    for place, (name, tasks) in enumerate(datasets.items()):
-        rows: dict[str, int] = {}
-        for row, task in enumerate(tasks, 1):
-            rows.setdefault(task_key(task), row)
-        for other, others in list(datasets.items())[place + 1 :]:
-            keyed = [(rows.get(task_key(task)), row) for row, task in enumerate(others, 1)]
-            shared = tuple((first, row) for first, row in keyed if first is not None)
-            if shared:
-                found.append(Overlap(name, other, shared))
+    for (first, ours), (second, theirs) in combinations(keys.items(), 2):
+        rows = dict(zip(reversed(ours), range(len(ours), 0, -1), strict=True))
+        shared = tuple((rows[key], row) for row, key in enumerate(theirs, 1) if key in rows)
+        if shared:
+            found.append(Overlap(first, second, shared))
     return found
 
 

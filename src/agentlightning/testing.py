@@ -36,7 +36,7 @@ from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 __all__ = ["ByteChatFormat", "ScriptedEngine", "ScriptedServer", "read_chatml"]
 
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_TURN: Final = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
+_TURN: Final = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 class ByteChatFormat(ChatFormat):
@@ -57,7 +57,8 @@ class ByteChatFormat(ChatFormat):
 
     def encode(self, text: str) -> list[int]:
         pieces = re.split(r"(<\|endoftext\|>|<\|im_start\|>|<\|im_end\|>)", text)
-        return [token for piece in pieces for token in _encode_piece(piece)]
+        codes = [[256 + _SPECIAL.index(piece)] if piece in _SPECIAL else piece.encode() for piece in pieces]
+        return [token for code in codes for token in code]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         data = b"".join(_token_bytes(token, skip_special_tokens) for token in token_ids)
@@ -162,8 +163,7 @@ def _top_logprobs(sampled: tuple[int, float], count: int) -> tuple[tuple[int, fl
 
 def read_chatml(text: str) -> list[Message]:
     """The complete turns of a ChatML text as messages."""
-    turns = [match for match in _TURN.finditer(text) if match.group(0).endswith("<|im_end|>")]
-    return [{"role": match.group(1), "content": match.group(2)} for match in turns]
+    return [{"role": role, "content": content} for role, content in _TURN.findall(text)]
 
 
 def _role(message: Message) -> str:
@@ -188,10 +188,6 @@ def _call(function: dict[str, Any]) -> str:
 
 def _json(value: Any) -> str:
     return orjson.dumps(value).decode()
-
-
-def _encode_piece(piece: str) -> list[int]:
-    return [256 + _SPECIAL.index(piece)] if piece in _SPECIAL else list(piece.encode())
 
 
 def _token_bytes(token: int, skip_special_tokens: bool) -> bytes:

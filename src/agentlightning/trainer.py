@@ -28,13 +28,13 @@ from agentlightning.resources import NamedResources, Resource, as_resources, pro
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset
 from agentlightning.training.callbacks import Callback
-from agentlightning.training.persistence.run_changes import (
+from agentlightning.training.persistence.run_dir import (
     changed_settings,
     check_changes,
     overrides,
+    read_state,
     settings_of_run,
 )
-from agentlightning.training.persistence.run_dir import read_state
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import chosen, settings_from
@@ -156,10 +156,8 @@ class Trainer:
                 " fit(), or make the trainer without an algorithm"
             )
         tasks = load_dataset(train_dataset if train_dataset is not None else self.config.data.train or ())
-        evaluation = self.config.evaluation.model_copy(update={"every": 0, "modes": ("greedy",)})
-        data = self.config.data.model_copy(update={"validation_share": 0.0})
-        trainer = copy.copy(self)
-        trainer.config = self.config.model_copy(update={"evaluation": evaluation, "data": data})
+        trainer, config = copy.copy(self), self.config.with_section("data", validation_share=0.0)
+        trainer.config = config.with_section("evaluation", every=0, modes=("greedy",))
         trainer.algorithm = self.algorithm or Baseline(len(tasks))
         return trainer.fit(agent, tasks, held_out_dataset=load_dataset(val_dataset) if val_dataset else tasks)
 
@@ -297,9 +295,15 @@ def with_arguments(
     settings = getattr(algorithm, "config", None)
     if algorithm is not None and (algorithm.restorable or getattr(settings, "type", "") in ALGORITHMS):
         changes["algorithm"] = settings
-    model = _model_of(model, algorithm)
-    if model is not None:
-        changes["policy"] = settings_from(PolicyConfig, {"model": str(model)}, base=config.policy)
+    models = [each for each in (model, algorithm and algorithm.model) if each is not None]
+    for each in models:
+        check_model(each)
+    if len({*map(str, models)}) > 1:
+        raise ConfigError(
+            f"model={str(model)!r} was given to the trainer and {str(models[1])!r} to the algorithm; give one"
+        )
+    if models and isinstance(models[0], str | Path):
+        changes["policy"] = settings_from(PolicyConfig, {"model": str(models[0])}, base=config.policy)
     if n_runners is not None:
         values = {"hosts": n_runners}
         changes["runner"] = settings_from(RunnerConfig, values, base=config.runner, source="given as n_runners")
@@ -314,29 +318,16 @@ def with_arguments(
         found = with_lora(found, getattr(stage, "config", None))
     if run_by.selects_result and not run_by.learns_weights and "modes" not in found.evaluation.model_fields_set:
         # Without a policy there is no temperature to set: both modes would measure the same twice.
-        once = found.evaluation.model_copy(update={"modes": ("sampled",)})
-        found = found.model_copy(update={"evaluation": once})
+        found = found.with_section("evaluation", modes=("sampled",))
     found.check_sections()
     return found
 
 
 def with_lora(config: TrainConfig, settings: object) -> TrainConfig:
     """The configuration with the adapter that settings of an algorithm ask for."""
-    lora, policy = getattr(settings, "lora", None), config.policy
+    lora = getattr(settings, "lora", None)
     if lora is None:
         return config
-    if policy.lora not in (None, lora):
+    if config.policy.lora not in (None, lora):
         raise ConfigError("lora was given to the algorithm and, another one, as policy.lora; give one of them")
-    return config.model_copy(update={"policy": policy.model_copy(update={"lora": lora})})
-
-
-def _model_of(model: object, algorithm: Algorithm[Any] | None) -> str | Path | None:
-    """The model to train, named by the trainer's argument or by the algorithm."""
-    own = None if algorithm is None else algorithm.model
-    for given in (model, own):
-        if given is not None:
-            check_model(given)
-    if model is not None and own is not None and str(model) != str(own):
-        raise ConfigError(f"model={str(model)!r} was given to the trainer and {str(own)!r} to the algorithm; give one")
-    found = model if model is not None else own
-    return found if isinstance(found, str | Path) else None
+    return config.with_section("policy", lora=lora)

@@ -48,7 +48,7 @@ class Model:
         return drawn, False
 
     def read(self, drawn, tools, thought):
-        answer = SampledAnswer(0, chat=self.chat, tools=tools, reasoning_markers=thought)
+        answer = SampledAnswer(0, chat=self.chat, tools=tools or [], reasoning_markers=thought)
         answer.finish(Sample(tuple(drawn), (0.0,) * len(drawn), "stop", 0))
         return answer
 

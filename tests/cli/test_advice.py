@@ -11,7 +11,7 @@ import agentlightning as agl
 from agentlightning.cli.evaluate import evaluation_advice
 from agentlightning.cli.run import run_advice
 
-WHOLE: dict[str, Any] = {"error": None, "redirected": True, "calls": 2, "failed_calls": 0, "rewarded": True}
+WHOLE: dict[str, Any] = {"error": None, "redirected": True, "calls": 2, "failed_calls": 0, "reward": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,15 @@ WHOLE: dict[str, Any] = {"error": None, "redirected": True, "calls": 2, "failed_
         ({"redirected": False, "calls": 0}, ["--model or --routes"]),
         ({"calls": 0}, ["base_url="]),
         ({"failed_calls": 1}, ["1 of 2 model calls failed"]),
-        ({"rewarded": False}, ["--reward"]),
-        ({"calls": 0, "rewarded": False}, ["base_url=", "--reward"]),
-        ({"error": "python3 exited with status 3", "rewarded": False}, ["status 3; run the command by itself"]),
-        ({"error": "status 1", "rewarded": False, "calls": 0}, ["base_url=", "status 1; run the command by itself"]),
-        ({"error": "status 1", "rewarded": False, "failed_calls": 1}, ["1 of 2 model calls", "status 1; run the"]),
+        ({"reward": None}, ["--reward"]),
+        ({"calls": 0, "reward": None}, ["base_url=", "--reward"]),
+        ({"error": "python3 exited with status 3", "reward": None}, ["status 3; run the command by itself"]),
+        ({"error": "status 1", "reward": None, "calls": 0}, ["base_url=", "status 1; run the command by itself"]),
+        ({"error": "status 1", "reward": None, "failed_calls": 1}, ["1 of 2 model calls", "status 1; run the"]),
     ],
 )
 def test_a_recorded_rollout_is_told_what_it_lacks(lacks: dict[str, Any], advice: list[str]) -> None:
-    found = run_advice(**{**WHOLE, **lacks})
+    found = run_advice({**WHOLE, **lacks})
     assert len(found) == len(advice)
     assert all(part in text for part, text in zip(advice, found, strict=True))
 

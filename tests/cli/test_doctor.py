@@ -14,9 +14,9 @@ import agentlightning as agl
 from agentlightning.errors import AgentError, ExtensionError
 from agentlightning.evaluation.intervals import Gain
 from agentlightning.store import LightningStore
-from agentlightning.training.health.examination import closing_warnings
 from agentlightning.training.health.step_record import StepRecord
-from agentlightning.training.persistence.run_dir import RunDir, RunState
+from agentlightning.training.persistence.run_dir import RunDir, RunState, append_lines
+from agentlightning.training.report.result import closing_warnings
 from agentlightning.util.progress import Progress
 
 HEALTHY = {"reward": 0.5, "groups": 8, "groups_trained": 8, "rollouts_trained": 64, "grad_norm": 1.0, "entropy": 1.0}
@@ -27,7 +27,7 @@ def make_run(path: Path, lines: list[dict[str, Any]], **state: Any) -> Path:
     run_dir = RunDir.create(path)
     run_dir.write_state(RunState(run_id="r1", step=len(lines), **state))
     for step, line in enumerate(lines, 1):
-        run_dir.append_metrics({"step": step, **line})
+        append_lines(run_dir.path / "metrics.jsonl", {"step": step, **line})
     run_dir.close()
     return path
 

@@ -152,6 +152,13 @@ def test_a_prompt_search_is_measured_with_the_agents_own_model_its_prompts_and_w
     assert json.loads(done.stdout.splitlines()[-1])["reward"] == 0.5
 
 
+def test_weights_of_dimensions_are_those_of_the_option(job: list[str]) -> None:
+    Path("dimensions.py").write_text("def score(task, output):\n    return {'right': output, 'short': 1.0}\n")
+    weights = ["--reward-weights", '{"right": 0.0, "short": 0.25}']
+    found = run("--agent", "agent.py:better", "--reward", "dimensions.py:score", *job, *weights)
+    assert found["reward"] == 0.25
+
+
 def test_tasks_that_were_trained_on_are_refused(job: list[str]) -> None:
     found = run("--agent", "agent.py:solve", *job, "--trained-on", "tasks.jsonl", status=2)
     assert "10 evaluation tasks are training tasks, too: rows 1 (= 1), 2 (= 2)" in found["error"]["message"]

@@ -29,7 +29,7 @@ main()
         ("agentlightning.cli.main", ["--help"]),
         ("agentlightning.cli.train", ["train", "--help"]),
         ("rich.console", ["train", "--help"]),
-        ("agentlightning.training.health.examination", ["doctor", "."]),
+        ("agentlightning.training.report.result", ["doctor", "."]),
     ],
 )
 def test_ctrl_c_in_the_first_seconds_leaves_no_traceback(module: str, arguments: list[str]) -> None:
@@ -38,6 +38,25 @@ def test_ctrl_c_in_the_first_seconds_leaves_no_traceback(module: str, arguments:
     assert done.returncode == 130
     assert "interrupted" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_moves_no_cursor(invoke) -> None:  # type: ignore[no-untyped-def]
+    refused = invoke("doctor", "no\x1b[1Arun")
+    assert r"no\x1b[1Arun" in refused.stderr
+
+
+@pytest.mark.parametrize("address", ["http://[", "http://127.0.0.1:x"])
+def test_an_address_that_is_none_is_named(invoke, address: str) -> None:  # type: ignore[no-untyped-def]
+    refused = invoke("status", address)
+    assert (refused.exit_code, f"the server {address} cannot be reached" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("words", [("init", "--kind", "function"), ("demo", "--run")])
+def test_a_folder_that_cannot_be_made_is_named(invoke, tmp_path: Path, words: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "below"
+    refused = invoke(*words, str(place))
+    assert (refused.exit_code, f"{place} cannot be written" in refused.stderr) == (2, True), refused.output
 
 
 def test_an_export_replaces_no_file_unless_it_is_told_to(invoke, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

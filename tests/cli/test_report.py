@@ -64,6 +64,12 @@ def test_a_run_in_progress_is_not_to_be_resumed(invoke, runs):
     assert f"agl train --resume {path}" in " ".join(invoke("report", str(path)).output.split())
 
 
+def test_a_file_that_cannot_be_written_is_named(invoke, runs, tmp_path):
+    done = invoke("report", str(runs / "calculator-grpo"), "--out", str(tmp_path / "nowhere" / "report.md"))
+    assert done.exit_code == 2
+    assert "nowhere/report.md cannot be written" in done.output
+
+
 def test_a_directory_without_a_run_is_named(invoke, tmp_path):
     done = invoke("report", str(tmp_path), "--html")
     assert done.exit_code == 2

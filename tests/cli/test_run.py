@@ -17,7 +17,7 @@ import pytest
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.cli.run import record_reward
-from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.runner.agents.arguments import RewardFunction
 from agentlightning.span import AGENT_NAME, ATTRIBUTION, INPUT_MESSAGES, OUTPUT_MESSAGES
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.tracing.rewards import find_final_reward

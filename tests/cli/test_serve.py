@@ -10,7 +10,7 @@ import pytest
 
 from agentlightning.attempt_address import attempt_key, attempt_path, attempt_secret
 from agentlightning.cli.serve import prune_regularly
-from agentlightning.errors import ConfigError, StoreFullError
+from agentlightning.errors import ConfigError, ServerError, StoreFullError
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import Span
 from agentlightning.store import InMemoryLightningStore, LightningStore
@@ -83,6 +83,32 @@ def test_a_size_that_is_none_is_refused(invoke):
     assert "plenty" in refused(invoke("serve", "--store", ":memory:", "--max-body", "plenty"))
 
 
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (("--grace-seconds", "3"), {"grace_seconds": 3}),
+        (("--allow-unattributed",), {"allow_unattributed": True}),
+        (("--max-body", "1KB"), {"max_body_bytes": 1000}),
+        (("--token", "secret"), {"token": "secret", "require_key": True}),
+        (("--token", ""), {"token": None, "require_key": False}),
+        (("--adopt-traces",), {"adopt_traces": True}),
+        (("--host", "localhost", "--port", "4711"), {"host": "localhost", "port": 4711}),
+        (("--allow-host", "hub", "--allow-host", "hub.lan"), {"allowed_hosts": ("hub", "hub.lan")}),
+        (("--allow-origin", "https://site"), {"allowed_origins": ("https://site",)}),
+    ],
+)
+def test_every_option_of_the_server_reaches_it(invoke, monkeypatch, words, given):
+    reached = {}
+
+    def serve(store, engines, **options):
+        reached.update(options)
+        raise ServerError("not today")
+
+    monkeypatch.setattr("agentlightning.server.serve.serve", serve)
+    assert refused(invoke("serve", "--store", ":memory:", *words)) == "error: not today"
+    assert {name: reached[name] for name in given} == given
+
+
 # -- its life --------------------------------------------------------------------------------------------------------
 
 
@@ -136,21 +162,34 @@ def _waiters(text):
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-@pytest.mark.slow
-async def test_a_second_signal_ends_it_at_once(start):
-    program = start("serve", "--port", "0", "--store", ":memory:", "--json")
-    url = program.line()["url"]
+async def _hang(url):
+    """Begin a model call that never ends; returns what keeps it open."""
     client = LightningStoreClient(url)
     started = await client.start_rollout("a task")
     await client.close()
     path = f"{attempt_path(started.rollout_id, started.attempt.attempt_id)}/v1/chat/completions"
     _, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
-    writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{{".encode())  # never ends
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{{".encode())
     await writer.drain()
+    return writer
+
+
+@pytest.mark.slow
+async def test_a_second_signal_ends_it_at_once(start):
+    program = start("serve", "--port", "0", "--store", ":memory:", "--json")
+    writer = await _hang(program.line()["url"])
     program.process.send_signal(signal.SIGTERM)
     while not any("stopping" in line for line in program.errors):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert await asyncio.to_thread(program.stop, signal.SIGINT, 3) == 130
+    writer.close()
+
+
+@pytest.mark.slow
+async def test_what_is_not_answered_within_the_time_of_grace_is_cut_off(start):
+    program = start("serve", "--port", "0", "--store", ":memory:", "--json", "--grace-seconds", "0")
+    writer = await _hang(program.line()["url"])
+    assert await asyncio.to_thread(program.stop, signal.SIGTERM, 8) == 0, "by default it has 10 seconds"
     writer.close()
 
 

@@ -16,7 +16,6 @@ from typer.testing import CliRunner, Result
 
 from agentlightning.cli import store as verbs
 from agentlightning.cli.main import build
-from agentlightning.dashboard.data.rollouts import rollout_lines
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.server.app import Server
 from agentlightning.span import OPERATION_NAME, PROMPT_TOKEN_IDS, REQUEST_MODEL, Span
@@ -86,14 +85,43 @@ def test_stats_shows_what_there_is(agl: Agl, path: str) -> None:
     assert "queue val: 1 waiting, 0 open of at most 5" in result.stdout
 
 
-def test_what_an_agent_wrote_moves_no_cursor() -> None:
-    rollout = Rollout("ro-1", "say \x1b[2J", 0.0)
-    attempt = Attempt("ro-1", "at-1", 1, 0.0, metadata={"error": {"message": "\x1b]0;title\x07"}})
-    spans = [Span("ro-1", "at-1", "name\nattempt 2 at-2 succeeded\x9b1A", 0.0, sequence_id=1)]
-    spans.append(Span("ro-1", "at-1", "chat \x1b[1A", 0.0, attributes={OPERATION_NAME: "chat", REQUEST_MODEL: "m"}))
-    lines = list(rollout_lines(rollout, [attempt], spans))
-    assert all(line.isprintable() for line in lines)
-    assert r"name\nattempt 2 at-2 succeeded\x9b1A" in lines[-2]
+def test_what_an_agent_wrote_moves_no_cursor_and_is_shown_as_it_is(agl: Agl) -> None:
+    rollout = Rollout("ro-1", "say \x1b[2J :fire: [red]", 0.0, status="failed", end_time=1.0)
+    error = {"type": "KeyError", "message": "\x1b]0;title\x07"}
+    attempt = Attempt(rollout.rollout_id, "at-1", 1, 0.0, "failed", 1.0, metadata={"error": error})
+    ids = rollout.rollout_id, "at-1"
+    spans = [Span(*ids, "name\nattempt 2 at-2 succeeded\x9b1A", 0.0, sequence_id=1, span_id="1")]
+    call = {OPERATION_NAME: "chat", REQUEST_MODEL: "m"}
+    spans.append(Span(*ids, "chat \x1b[1A", 0.0, sequence_id=2, span_id="2", attributes=call))
+
+    async def fill() -> None:
+        store = LightningStore("written.db")
+        await store.add_records([RolloutRecord(rollout, (attempt,), tuple(spans))])
+        await store.close()
+
+    asyncio.run(fill())
+    for verb in ("show", "list"):
+        lines = agl(verb, "--store", "written.db").output.splitlines()
+        assert all(line.isprintable() for line in lines), lines
+        assert any(r"say \x1b[2J :fire: [red]" in line for line in lines)
+        assert any(r"\x1b]0;title\x07" in line for line in lines)
+    assert any(
+        r"name\nattempt 2 at-2 succeeded\x9b1A" in line
+        for line in agl("show", "--store", "written.db").output.splitlines()
+    )
+
+
+def test_a_failure_without_a_message_has_its_line_in_the_list(agl: Agl) -> None:
+    async def fill() -> None:
+        store = LightningStore("silent.db")
+        started = await store.start_rollout("a task")
+        failed = {"error": {"type": "ValueError", "message": ""}}
+        await store.update_attempt(started.rollout_id, started.attempt.attempt_id, status="failed", metadata=failed)
+        await store.close()
+
+    asyncio.run(fill())
+    done = agl("list", "--store", "silent.db")
+    assert (done.exit_code, "ValueError" in done.stdout) == (0, True), done.output
 
 
 def test_stats_for_machines(agl: Agl, path: str) -> None:
@@ -172,7 +200,7 @@ def test_pruning_the_store_of_a_run_spares_what_the_run_has_not_used_yet(agl: Ag
     (run_dir.checkpoint(3) / "algorithm.json").write_text(json.dumps(learned))
 
     async def fill() -> None:
-        store = LightningStore(run_dir.store_path)
+        store = LightningStore(run_dir.path / "store.db")
         names: Any = (
             "train-000002-0000",
             "train-000003-0000",
@@ -184,7 +212,7 @@ def test_pruning_the_store_of_a_run_spares_what_the_run_has_not_used_yet(agl: Ag
         await store.close()
 
     asyncio.run(fill())
-    prune = ["prune", "--store", str(run_dir.store_path), "--keep", "0", "--yes", "--json"]
+    prune = ["prune", "--store", str(run_dir.path / "store.db"), "--keep", "0", "--yes", "--json"]
     assert answer(agl(*prune))["rollouts"] == 1
     assert answer(agl(*prune))["rollouts"] == 0
     (run_dir.path / "report.json").write_text("{}")

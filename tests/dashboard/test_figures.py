@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.dashboard.data.run_files import RunFiles, status_record
-from agentlightning.dashboard.views.runs import charts_of, window
+from agentlightning.dashboard.views.runs import MOST_POINTS, charts_of, window
 from agentlightning.training.persistence.run_dir import RunDir, RunState
 
 
@@ -56,3 +56,11 @@ def test_a_chart_that_is_the_same_at_every_step_is_marked() -> None:
         "loss": False,  # one value is no constant
     }
     assert found["others"] == []
+
+
+def test_the_curves_of_a_long_run_go_from_its_first_step_to_its_last() -> None:
+    found = charts_of([{"step": step, "reward": step / 5000} for step in range(1, 5001)])
+    [chart] = found["charts"]
+    assert (found["steps"][0], found["steps"][-1], found["thinned"]) == (1, 5000, 5000 - MOST_POINTS)
+    assert len(chart["series"][0]["values"]) == len(set(found["steps"])) == MOST_POINTS
+    assert chart["series"][0]["values"][-1] == 1.0

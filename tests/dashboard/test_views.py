@@ -20,7 +20,7 @@ from agentlightning.credit import training_samples
 from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
-from agentlightning.training.sources.collector import TrajectoryReader
+from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader
 from agentlightning.util.settings import dump_toml, load_settings
 
 pytestmark = pytest.mark.integration
@@ -277,8 +277,8 @@ async def test_token_advantages_are_those_of_the_steps_own_rule_over_its_own_rol
     assert (found["step"], found["credit"]["rule"], found["credit"]["notes"]) == (9, "group_relative", [])
     store = LightningStore(made_up / GRPO / "store.db")
     rollouts = await store.query_rollouts(rollout_id_contains="train-000009", status_in=["succeeded"])
-    groups = {each.rollout_id: each.metadata["group"] for each in rollouts}
-    trajectories, _ = await TrajectoryReader(store).read(groups)
+    plans = [RolloutPlan(each.rollout_id, None, each.metadata["group"]) for each in rollouts]
+    trajectories, _ = await TrajectoryReader(store).read(plans)
     await store.close()
     by_group = {}
     for each in trajectories:

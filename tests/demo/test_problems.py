@@ -62,7 +62,7 @@ def test_the_last_marked_answer_counts(output: str, expected: float) -> None:
 
 
 def test_demonstrations_are_clean_first_and_show_a_bad_habit_later() -> None:
-    course = demonstrations(400, seed=3, clean=0.7, habit=0.65)
+    course = demonstrations(400, seed=3)
     tasks = make_tasks("train", 400, seed=3)
     skips = [len(each["messages"]) == 3 for each in course]
     assert not any(skips[:280])

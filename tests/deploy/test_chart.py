@@ -7,6 +7,7 @@ what the chart renders is checked where there is a helm program (tests/deploy/se
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -134,16 +135,16 @@ def test_secrets_are_given_by_reference(case):
 def test_the_job_of_the_chart_is_one_that_the_runner_takes_and_kubernetes_accepts(tmp_path):
     [config] = [manifest for manifest in rendered("jobs") if manifest["kind"] == "ConfigMap"]
     (tmp_path / "job.yaml").write_text(config["data"]["job.yaml"])
-    template = read_template(tmp_path / "job.yaml", (), None, 60.0)
+    template = read_template(tmp_path / "job.yaml", ("python", "agent.py"), None, 60.0)
+    rollout = SimpleNamespace(
+        rollout_id="ro-1", attempt=SimpleNamespace(attempt_id="at-1"), config=SimpleNamespace(timeout_seconds=60)
+    )
     job = attempt_job(
         json.loads(template.manifest),
-        words=("python", "agent.py"),
-        rollout_id="ro-1",
-        attempt_id="at-1",
+        template,
+        rollout,
         labels={},
         variables={"AGL_KEY": "k"},
-        timeout_seconds=60,
-        start_seconds=60,
         owner=("runner-1", "0a1b2c"),
     )
     assert errors(job) == []

@@ -18,7 +18,7 @@ from tests.support.provider_streams import (
 
 from agentlightning.gateway.answer import Answer, ReasoningDelta, RefusalDelta, ToolCall, Usage
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ReplyMetadata, event_data
+from agentlightning.gateway.dialects.base import event_data
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 
 CHAT, MESSAGES = "chat/completions", "messages"
@@ -32,11 +32,11 @@ class Translated:
     def __init__(self, path):
         self.response = DIALECTS[path].response()
         self.response.choices[0] = Answer(call_prefix="call_")
-        self.answer, self.head = self.response.choice(0), ReplyMetadata("x", "theirs", 0)
+        self.answer, self.usage = self.response.choice(0), Usage()
 
     def read(self, data):
         self.response.read(data)
-        self.head.usage = self.response.usage or Usage()
+        self.usage = self.response.usage or Usage()
 
 
 def stream(path, events):
@@ -164,7 +164,7 @@ def test_a_whole_response_has_its_log_probabilities_with_each_of_its_messages():
         answer.take_new()
     answer.end("stop")
     dialect = DIALECTS["responses"]
-    reply = dialect.reply(dialect.read(orjson.dumps(ITEMS), ResponseLookup()), ReplyMetadata("x", "ours", 0))
+    reply = dialect.reply(dialect.read(ITEMS, ResponseLookup()), "x", "ours", 0, Usage())
     first, _, last = orjson.loads(reply.body([answer]))["output"]
     tokens = [[each["token"] for each in item["content"][0]["logprobs"]] for item in (first, last)]
     assert tokens == [["a", "b"], ["c", "d", "e"]]
@@ -236,12 +236,12 @@ def test_refusals_stop_strings_and_cached_tokens_are_reported():
     assert (answer.answer.is_refusal, answer.answer.stop_string) == (True, "END")
     events[1]["choices"][0] |= {"stop_reason": None, "matched_stop": "STOP"}
     assert stream(CHAT, events)[1].answer.stop_string == "STOP"
-    assert (answer.head.usage.cached_tokens, answer.head.usage.reasoning_tokens) == (4, 3)
+    assert (answer.usage.cached_tokens, answer.usage.reasoning_tokens) == (4, 3)
     whole = messages_answer(BLOCKS[2:3]) | {"stop_reason": "stop_sequence", "stop_sequence": "END"}
     whole["usage"] |= {"cache_read_input_tokens": 7, "cache_creation_input_tokens": 8}
     _, answer = stream(MESSAGES, [whole])
     assert (answer.answer.stop_string, answer.answer.finish_reason) == ("END", "stop")
-    assert (answer.head.usage.cached_tokens, answer.head.usage.written_tokens) == (7, 8)
+    assert (answer.usage.cached_tokens, answer.usage.written_tokens) == (7, 8)
 
 
 ONE = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -281,8 +281,8 @@ def assert_written(pieces, answer):
     """Every dialect has words for it."""
     for path, body in ((CHAT, {"messages": HI}), (MESSAGES, {"messages": HI}), ("responses", ITEMS)):
         dialect = DIALECTS[path]
-        request = dialect.read(orjson.dumps(body), ResponseLookup())
-        reply, whole = dialect.reply(request, answer.head), dialect.reply(request, answer.head)
+        request = dialect.read(body, ResponseLookup())
+        reply, whole = (dialect.reply(request, "x", "theirs", 0, answer.usage) for _ in range(2))
         parts = [reply.start([answer.answer]), *(reply.event(answer.answer, piece) for piece in pieces)]
         events = b"".join([*parts, reply.end([answer.answer])]).split(b"\n\n")
         assert all(event_data(event) or event in (b"", b"data: [DONE]") for event in events)

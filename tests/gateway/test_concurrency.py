@@ -20,7 +20,7 @@ async def slot_of(limit: asyncio.Semaphore):
     try:
         yield
     finally:
-        slot.release()
+        slot.close()
 
 
 class Work:

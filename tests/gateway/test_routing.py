@@ -14,7 +14,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig, Price, Provider, RouteRule
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.local import UpdateGates
-from agentlightning.gateway.routing import Router
+from agentlightning.gateway.routing import AgentMatcher, Router
 from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.testing import ScriptedEngine
 from agentlightning.transport import Transport
@@ -29,7 +29,9 @@ def providers(**options):
 
 
 def table(*rules, engines=ENGINES, them=None, **options):
-    return Router(engines, [RouteRule.model_validate(rule) for rule in rules], them or providers(), **options)
+    return Router(
+        engines, [RouteRule.model_validate(rule) for rule in rules], them or providers(), AgentMatcher(), **options
+    )
 
 
 def test_the_first_rule_that_fits_decides_and_engines_come_after_all_rules():
@@ -43,7 +45,7 @@ def test_the_first_rule_that_fits_decides_and_engines_come_after_all_rules():
     assert routes.resolve("policy", "writer").engine is ENGINES["policy"]
     assert routes.resolve("policy").engine is ENGINES["policy"]
     exact, pattern = routes.resolve("gpt-4o"), routes.resolve("gpt-5")
-    assert (exact.name, exact.send_model, exact.provider.name) == ("gpt-4o", "gpt-4o-2024", "them")
+    assert (exact.name, exact.send_model, exact.servers.provider.name) == ("gpt-4o", "gpt-4o-2024", "them")
     assert (pattern.name, pattern.send_model) == ("gpt-5", "gpt-5")
     assert routes.resolve("policy", "judge-1").send_model == "big"
     assert routes.models == ("policy", "reference", "gpt-4o")
@@ -86,10 +88,10 @@ def test_a_rule_may_be_for_callers_of_one_dialect():
         {"model": "reference", "dialect": "openai", "provider": "o"},
         them=both,
     )
-    assert routes.resolve("claude-x", path="messages").provider.name == "a"
+    assert routes.resolve("claude-x", path="messages").servers.provider.name == "a"
     for path in ("chat/completions", "responses", "completions", "embeddings"):
-        assert routes.resolve("claude-x", path=path).provider.name == "o"
-    assert routes.resolve("claude-x", path="messages").provider.name == "a"
+        assert routes.resolve("claude-x", path=path).servers.provider.name == "o"
+    assert routes.resolve("claude-x", path="messages").servers.provider.name == "a"
     assert routes.resolve("reference", path="messages").engine is ENGINES["reference"]
     assert routes.resolve("only-messages", path="messages").engine is ENGINES["policy"]
     with pytest.raises(ApiError, match="'only-messages' is not served here to callers of this dialect"):
@@ -266,7 +268,7 @@ def test_an_agent_is_answered_by_its_own_adapter_whatever_name_it_asks_for():
     assert routes.resolve("any-model", "writer").engine is writer.engine
     assert routes.resolve("policy:writer").engine is writer.engine, "also by the name of the adapter"
     assert routes.resolve("policy", "editor").engine is engine
-    assert routes.resolve("gpt-4o", "writer").provider.name == "them", "routes to elsewhere hold for it too"
+    assert routes.resolve("gpt-4o", "writer").servers.provider.name == "them", "routes to elsewhere hold for it too"
     assert routes.models == ("policy", "policy:writer", "gpt-4o")
     led = table({"model": "helper", "engine": "policy"}, engines={"policy": engine})
     assert led.resolve("helper", "writer").engine is writer.engine

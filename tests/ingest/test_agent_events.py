@@ -109,6 +109,7 @@ async def test_attributes_of_the_gateway_are_removed_from_events(store, attempt)
     rollout_id, attempt_id, environment = attempt
     forged = {names.OPERATION_NAME: "chat", names.PROMPT_TOKEN_IDS: [1], names.RESPONSE_TOKEN_IDS: [2]}
     forged |= {names.LOGPROBS: [-1e30], names.COST: -1e6, names.PROVIDER_RETRIES: 0, names.RETRIES: 1, "mine": 1}
+    forged |= {names.TURN_LIMIT: 99, names.REPLAYS: ["ro", "s"], names.BEGUN: 1, names.REPLAY_MISMATCH: True}
     await post(environment, {"event_type": "chat", "data": forged})
     (span,) = await store.query_spans(rollout_id, attempt_id)
     stripped = span.attributes.pop(names.STRIPPED)

@@ -15,7 +15,7 @@ from agentlightning.integrations import reasoning_gym as gym
 from agentlightning.integrations.base import Address, chat
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.task import load_dataset
-from agentlightning.training.persistence.run_changes import load_tasks
+from agentlightning.training.persistence.run_dir import load_tasks
 from agentlightning.util.settings import load_settings
 
 

@@ -37,8 +37,8 @@ class Inside:
 
     crashes = 0
 
-    def __init__(self, agent: Any, *, concurrency: int, **options: Any) -> None:
-        self.agent, self.capacity = agent, concurrency
+    def __init__(self, load: Any, *, concurrency: int, **options: Any) -> None:
+        self.agent, self.capacity = load.agent, concurrency
 
     def spawn(self, variables: Any = None) -> None: ...
 
@@ -53,6 +53,7 @@ class Inside:
 @pytest.fixture(autouse=True)
 def agents_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "HostPool", Inside)
+    monkeypatch.setattr(runner, "agent_spec", lambda agent: agent)
 
 
 async def quick(task: Any) -> Any:
@@ -401,14 +402,15 @@ async def test_an_embedded_store_that_is_busy_is_given_time(store: Any, method: 
         left = 3
 
         def __getattr__(self, name: str) -> Any:
-            if name != method or not self.left:
-                return super().__getattr__(name)
-            self.left -= 1
+            found = super().__getattr__(name)
 
-            async def busy(*args: Any, **options: Any) -> None:
-                raise StoreError("the database is locked by another process")
+            async def busy(*args: Any, **options: Any) -> Any:
+                if self.left:
+                    self.left -= 1
+                    raise StoreError("the database is locked by another process")
+                return await found(*args, **options)
 
-            return busy
+            return busy if name == method else found
 
     async with Runner(Busy(store), refused, **OPTIONS):  # type: ignore[arg-type]
         queued = await store.enqueue_rollout({})

@@ -11,6 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
+from opentelemetry.sdk.trace import SpanProcessor
+
+from agentlightning.tracing.tracer import tracer_provider
 
 pytestmark = pytest.mark.integration
 
@@ -328,3 +331,36 @@ async def test_what_an_agent_has_started_ends_with_its_host(
     async with asyncio.timeout(20):
         while any(map(psutil.pid_exists, left)):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+# -- exporters of the agent's own ------------------------------------------------------------------------------------
+
+
+class Exporter(SpanProcessor):
+    """Takes its time to flush, and fails."""
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        time.sleep(1.0)
+        raise ConnectionError("nobody listens")
+
+
+async def exports_slowly(task: dict[str, Any]) -> float:
+    """The longest time for which the event loop stood still meanwhile."""
+    if task["exports"]:
+        tracer_provider().add_span_processor(Exporter())
+        return 0.0
+    longest = 0.0
+    for _ in range(30):
+        before = time.monotonic()
+        await asyncio.sleep(0.05)
+        longest = max(longest, time.monotonic() - before)
+    return longest
+
+
+async def test_a_slow_exporter_of_an_agent_holds_no_other_attempt_up_and_fails_none(
+    start: Any, roll: Any, rewards_of: Any
+) -> None:
+    await start(exports_slowly, concurrency=2)
+    exports, works = await roll({"exports": True}, {"exports": False})
+    assert (exports.status, works.status) == ("succeeded", "succeeded")
+    assert (await rewards_of(works))[-1] < 0.9

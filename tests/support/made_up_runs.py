@@ -23,11 +23,10 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.types import RolloutRecord
 from agentlightning.training.governance import AUDIT_FILE, AuditRecord
-from agentlightning.training.health.examination import read_records
 from agentlightning.training.health.signs import sign_history
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.persistence.token_ratios import CallRatios, write_ratios
-from agentlightning.training.report.result import cost_of_steps
+from agentlightning.training.report.result import cost_of_steps, read_records
+from agentlightning.training.tracking import CallRatios, write_ratios
 from agentlightning.util.settings import dump_toml
 
 BEGAN: Final = 1_760_000_000.0

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def final(sequence: int, value: float) -> Span:
 
 
 def rewards(spans: list[Span], weights: Mapping[str, float]) -> list[Span]:
-    rules = air.weighted_rules(weights, lambda name: pytest.fail(name))
+    rules = air.weighted_rules(weights)
     return [] if rules is None else rules.reward_spans(spans, calls(spans))
 
 
@@ -171,8 +172,10 @@ def test_agents_cannot_write_automatic_rewards() -> None:
 # -- the user's own rules --------------------------------------------------------------------------------------------
 
 
-def test_a_rule_of_the_user_is_a_function_of_a_span() -> None:
-    rules = air.weighted_rules({"mine.py:long": 0.1}, lambda name: lambda span: len(span.name) > 4)
+def test_a_rule_of_the_user_is_a_function_of_a_span(tmp_path: Path) -> None:
+    path = tmp_path / "an_air_rule_of_the_user.py"
+    path.write_text("def long(span): return len(span.name) > 4")
+    rules = air.weighted_rules({f"{path}:long": 0.1})
     assert rules is not None
     spans = [chat(1), span(2, "a long name")]
     assert [each.attributes[names.SCORE_VALUE] for each in rules.reward_spans(spans, calls(spans))] == [0.1]
@@ -180,15 +183,13 @@ def test_a_rule_of_the_user_is_a_function_of_a_span() -> None:
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, "much", 1e300])
 def test_a_score_that_is_no_usable_number_is_an_error_that_names_rule_and_rollout(score: Any) -> None:
-    rules = air.weighted_rules({"mine.py:bad": 1.0}, lambda name: lambda span: score)
-    assert rules is not None
+    rules = air.AutomaticRewards({"mine.py:bad": (lambda span: score, 1.0)})
     with pytest.raises(RewardError, match=r"'mine.py:bad'.*ro-1"):
         rules.reward_spans([chat(1)], [chat(1)])
 
 
 def test_a_rule_that_raises_is_an_error_that_names_rule_and_rollout() -> None:
-    rules = air.weighted_rules({"mine.py:bad": 1.0}, lambda name: lambda span: span.nothing)
-    assert rules is not None
+    rules = air.AutomaticRewards({"mine.py:bad": (lambda span: span.nothing, 1.0)})
     with pytest.raises(RewardError, match=r"'mine.py:bad'.*ro-1 *,? *raised AttributeError"):
         rules.reward_spans([chat(1)], [chat(1)])
 
@@ -204,3 +205,11 @@ def test_a_rule_that_raises_is_an_error_that_names_rule_and_rollout() -> None:
 def test_bad_settings_are_refused(weights: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         air.check_rules(weights)
+
+
+@pytest.mark.parametrize(("source", "message"), [("long = 3", "is no AIR rule"), ("", "cannot be imported")])
+def test_what_is_no_rule_is_refused_with_its_name(source: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / f"no_air_rule_{len(source)}.py"
+    path.write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        air.weighted_rules({f"{path}:long": 0.1})

@@ -1,6 +1,7 @@
 """Calls to an attempt's own server say whose they are, whatever client makes them."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -138,6 +139,20 @@ def test_calls_elsewhere_and_calls_of_nobody_are_left_alone(server, get):
     get(server.url, {})
     for headers in server.seen[-2:]:
         assert not headers.keys() & {"x-agentlightning-attempt", "traceparent", "baggage"}
+
+
+def test_urllib3_knows_the_server_by_an_address_without_its_usual_port(server, monkeypatch):
+    import urllib3
+    from urllib3.connection import HTTPConnection
+
+    port = int(server.url.rpartition(":")[2])
+    monkeypatch.setattr(HTTPConnection, "_new_conn", lambda self: socket.create_connection(("127.0.0.1", port)))
+    with (
+        scope("ro-1", ATTEMPT, Nowhere(), address="http://gateway.test", key="agl-ro-1.key"),
+        urllib3.PoolManager() as pool,
+    ):
+        pool.request("GET", "http://gateway.test/v1/models")
+    assert server.seen[-1]["x-agentlightning-attempt"] == "agl-ro-1.key"
 
 
 def test_an_address_that_only_begins_alike_is_another(server):

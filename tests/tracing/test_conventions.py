@@ -354,7 +354,7 @@ def test_token_ids_of_0x() -> None:
 
 TABLES = (conventions.ALIASES, conventions.COUNTS, conventions.LISTS, conventions.TOKENS)
 SOURCES = [source for table in TABLES for sources in table.values() for source in sources]
-SOURCES += [source for sources, _ in conventions.BY_OPERATION.values() for source in sources]
+SOURCES += [source for sources, _ in conventions.BY_OPERATION for source in sources]
 SOURCES += [*conventions.KINDS, *conventions.WHOLE, *conventions.STRUCTURED, "llm.invocation_parameters", "reward"]
 PREFIXES = [*conventions.FAMILIES, conventions.REWARD_FAMILY]
 PATHS = ["0", "0.role", "0.content", "0.message.role", "0.tool_calls.0.name", "0.value", "1.a.b"]

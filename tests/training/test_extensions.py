@@ -19,8 +19,7 @@ from agentlightning.errors import AgentError, ConfigError, ExtensionError, Resum
 from agentlightning.policy.config import BACKENDS
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.task import load_dataset
-from agentlightning.training.persistence.run_changes import check_extensions, extensions_of
-from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.persistence.run_dir import RunState, check_extensions, extensions_of
 from agentlightning.training.tracking import check_installed, load_tracker
 from agentlightning.util.settings import dump_toml, load_settings
 

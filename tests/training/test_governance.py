@@ -13,8 +13,7 @@ from agentlightning.algorithms.training import Collected
 from agentlightning.config import GateConfig, RewardGuard
 from agentlightning.training.callbacks import FinishedStep
 from agentlightning.training.governance import Gate, GateState, Guard, GuardState
-from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import KeptCheckpoint, RunState
+from agentlightning.training.persistence.run_dir import KeptCheckpoint, RunState, Tasks
 from agentlightning.trajectory import Trajectory
 
 

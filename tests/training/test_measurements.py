@@ -12,8 +12,7 @@ import pytest
 from agentlightning.config import EvaluationConfig
 from agentlightning.evaluation.evaluation import Evaluation
 from agentlightning.training import run as training_run
-from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RunState
+from agentlightning.training.persistence.run_dir import RunState, Tasks
 from agentlightning.training.run import TrainingRun
 
 
@@ -139,7 +138,7 @@ async def test_validation_is_named_by_its_step_and_takes_the_first_tasks(monkeyp
 
 async def test_the_start_is_measured_once_and_must_have_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(monkeypatch)
-    start = partial(measured.run.measure_held_out, "measuring the starting policy", "before", "before", strict=True)
+    start = partial(measured.run.measure_held_out, "measuring the starting policy", "before", "before")
     first = await start()
     assert measured.names == ["r-before-greedy-changed1", "r-before-sampled-changed1"]
     assert [(each["max_failed_share"], each["require_reward"]) for each in measured.requests] == [(None, True)] * 2

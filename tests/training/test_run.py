@@ -51,14 +51,14 @@ def sampled_by(version: int) -> Trajectory:
 
 
 async def test_rollouts_are_recalled_until_they_are_older_than_the_given_number_of_updates() -> None:
-    async def read_remaining(*_: Any) -> list[Trajectory]:
-        return [sampled_by(version) for version in (2, 3, 4, 5)]
+    async def read(plans: Any, check: Any) -> Any:
+        return [sampled_by(int(plan.rollout_id[-1])) for plan in plans], ()
 
-    reader = SimpleNamespace(read_remaining=read_remaining)
+    reader = SimpleNamespace(read=read)
     collector: Any = SimpleNamespace(reader=reader)
     learner: Any = SimpleNamespace(policy_version=5, versions={"policy": 5})
     stream = RolloutStream(collector, [], RunState("r"), cast("Any", None), cast("Any", None), learner)
-    found = await run_of(stream, learner=object()).recall({}, tasks={}, max_age=2)
+    found = await run_of(stream, learner=object()).recall({f"ro-{n}": "g" for n in (2, 3, 4, 5)}, tasks={}, max_age=2)
     assert [each.rollout_id for each in found] == ["ro-3", "ro-4", "ro-5"]
 
 

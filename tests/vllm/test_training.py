@@ -40,7 +40,8 @@ def letters(task, output):
 
 def small(tmp_path: Path, vllm: str, on_cpu: dict[str, str]) -> TrainConfig:
     """The demo's settings, with less of everything but steps."""
-    settings = job.settings(job.write_demonstrations(tmp_path / "demonstrations.jsonl", 0), 0, STEPS)
+    shown = job.write_demonstrations(tmp_path / "demonstrations.jsonl", 0)
+    settings = job.settings("calculator.toml", warm_start__dataset=shown, algorithm__steps=STEPS)
     servers = ServersConfig(command=vllm, args=("--enforce-eager",), env=on_cpu)
     sampled = settings.policy.model_copy(update={"engine": "vllm", "servers": servers})
     (tmp_path / "reward.py").write_text(REWARD)

@@ -45,10 +45,19 @@ class CalculatorRun:
     """Of each validation."""
 
 
+RECIPE: Any = job.settings("calculator.toml")
+
+
 class Calculator:
     """Starts and runs in one folder."""
 
-    def __init__(self, folder: Path, *, steps: int = job.RL_STEPS, warm_start_steps: int = job.SFT_STEPS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int = RECIPE.algorithm.steps,
+        warm_start_steps: int = RECIPE.warm_start.steps,
+    ) -> None:
         self.folder, self.steps, self.warm_start_steps = folder, steps, warm_start_steps
 
     def start(self, seed: int) -> Path:
@@ -56,17 +65,17 @@ class Calculator:
         output = self.folder / f"start-{seed}"
         if not output.exists():
             demonstrations = job.write_demonstrations(self.folder / f"demonstrations-{seed}.jsonl", seed)
-            records = load_dataset(str(demonstrations))
+            records = load_dataset(demonstrations)
             tiny = make_tiny(self.folder / f"tiny-{seed}", [*job.tasks(seed)["train_dataset"], *records], seed=seed)
             SFTAlgorithm(
                 tiny,
                 records,
                 output=output,
                 steps=self.warm_start_steps,
-                batch_size=job.SFT_BATCH,
+                batch_size=RECIPE.warm_start.batch_size,
                 shuffle=False,
                 seed=seed,
-                optimizer=job.SFT_OPTIMIZER,
+                optimizer=RECIPE.warm_start.optimizer,
             ).train()
         return output
 
@@ -82,7 +91,7 @@ class Calculator:
         rewards = [line[f"validation_{mode}"] for line in lines if f"validation_{mode}" in line]
         arrived = next((place for place, reward in enumerate(rewards, 1) if reward >= target), None)
         steps = self.steps if arrived is None else min(self.steps, EVERY * arrived)
-        rollouts = steps * job.TASKS_PER_STEP * job.GROUP_SIZE
+        rollouts = steps * RECIPE.algorithm.tasks_per_step * RECIPE.algorithm.group_size
         return CalculatorRun(rollouts, arrived is not None, seconds, rewards)
 
     def recorded(self, groups: int) -> list[list[Trajectory]]:
@@ -90,7 +99,7 @@ class Calculator:
         return asyncio.run(_read(self.folder / "run" / "store.db", groups))
 
     def _config(self, seed: int, mode: str, algorithm: Mapping[str, Any]) -> TrainConfig:
-        demo = job.settings(Path("unused"), seed, self.steps)
+        demo = job.settings("calculator.toml", run__seed=seed, algorithm__steps=self.steps)
         kept = {name: getattr(demo.algorithm, name) for name in ("steps", "tasks_per_step", "group_size", "optimizer")}
         return demo.model_copy(
             update={

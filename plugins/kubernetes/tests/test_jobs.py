@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from plugins.kubernetes.tests.cluster import Cluster
@@ -12,6 +13,7 @@ from tests.support.waiting import until
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.errors import ConfigError
+from agentlightning.runner import JobTemplate
 from agentlightning.server.app import Server
 from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
 from agentlightning_kubernetes.job_agent import JobStates
@@ -260,9 +262,9 @@ def test_an_api_server_that_refuses_is_asked_no_more_often_than_one_that_answers
     asked = []
 
     class Refusing:
-        def list_jobs(self, selector):
+        def list(self, kind, selector):
             asked.append(selector)
-            raise KubernetesError(429, "TooManyRequests", "too many requests")
+            raise KubernetesError(429, "too many requests")
 
     states = JobStates(Refusing(), "host=me")
     monkeypatch.setattr("agentlightning_kubernetes.job_agent.time.monotonic", lambda: 100.0)
@@ -278,12 +280,12 @@ async def test_in_a_pod_the_service_account_is_used_and_its_token_read_anew(tmp_
     async with Cluster(token=lambda: (tmp_path / "token").read_text()) as cluster:
         api = KubernetesApi(cluster.url, None, account=tmp_path)
         assert api.namespace == "agents"
-        assert await asyncio.to_thread(api.list_jobs, "") == []
+        assert await asyncio.to_thread(api.list, "jobs", "") == []
         (tmp_path / "token").write_text("second")
-        assert await asyncio.to_thread(api.list_jobs, "") == []
+        assert await asyncio.to_thread(api.list, "jobs", "") == []
         nobody = KubernetesApi(cluster.url, "agents", account=tmp_path / "none")
         with pytest.raises(KubernetesError, match="Unauthorized"):
-            await asyncio.to_thread(nobody.list_jobs, "")
+            await asyncio.to_thread(nobody.list, "jobs", "")
         api.close()
         nobody.close()
 
@@ -332,17 +334,10 @@ def as_kubernetes_expands(value, variables):
 )
 def test_nothing_in_a_variable_of_an_attempt_is_expanded_by_kubernetes(text):
     variables = {"AGL_TASK": json.dumps({"question": text}), "AGL_KEY": text}
-    job = attempt_job(
-        TEMPLATE,
-        words=(),
-        rollout_id="ro-1",
-        attempt_id="at-1",
-        labels={},
-        variables=variables,
-        timeout_seconds=None,
-        start_seconds=1.0,
-        owner=None,
+    rollout = SimpleNamespace(
+        rollout_id="ro-1", attempt=SimpleNamespace(attempt_id="at-1"), config=SimpleNamespace(timeout_seconds=None)
     )
+    job = attempt_job(TEMPLATE, JobTemplate(b""), rollout, labels={}, variables=variables, owner=None)
     env = {each["name"]: each["value"] for each in agent_container(job)["env"]}
     seen = {name: as_kubernetes_expands(env[name], {"OPENAI_API_KEY": "sk-real"}) for name in variables}
     assert seen == variables

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleErro
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, Lora, OptimizerConfig, TinkerConfig
 from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.losses import PPOLoss
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 from agentlightning_tinker import session
 from agentlightning_tinker.policy import TinkerPolicy
@@ -82,6 +84,28 @@ async def test_updates_are_those_of_a_local_policy_for_every_loss_of_logprobs(mo
         assert (await remote.sample(PROMPT, SamplingParams(temperature=0, max_tokens=4))).token_ids == (
             await local.sample(PROMPT, SamplingParams(temperature=0, max_tokens=4))
         ).token_ids
+        await local.close()
+        await remote.close()
+
+
+class Doubled(PPOLoss):
+    """A loss of a user's own."""
+
+    type: str = "doubled"
+
+    def __call__(self, tokens: Any) -> Any:
+        value = super().__call__(tokens)
+        return replace(value, loss=2 * value.loss)
+
+
+async def test_a_loss_derived_from_one_of_the_api_is_computed_as_it_says(model: Path, serving: Any) -> None:
+    async with serving() as server:
+        local = LocalPolicy.open(policy_settings(model, lora=Lora(r=4, alpha=32)))
+        remote = await open_remote(model, server)
+        samples = await samples_of(local)
+        own, other = [await each.train(samples, UpdateOptions(loss=Doubled())) for each in (local, remote)]
+        for name in ("loss", "grad_norm"):
+            assert other[name] == pytest.approx(own[name], abs=1e-5, rel=1e-5), name
         await local.close()
         await remote.close()
 

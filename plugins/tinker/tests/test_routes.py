@@ -13,14 +13,24 @@ import numpy as np
 import pytest
 from tests.support.models import tiny_checkpoint
 
+from agentlightning.errors import PolicyError
 from agentlightning.policy.config import LocalPolicyConfig
+from agentlightning.policy.losses import NLLLoss
 from agentlightning.server.app import Server
 from agentlightning.store.sql.store import SqlStore
 from agentlightning_tinker.server import messages
-from agentlightning_tinker.server.host import AdapterHost
+from agentlightning_tinker.server.host import AdapterHost, Datum
 from agentlightning_tinker.server.routes import LINK_SECONDS, tinker_routes
 from agentlightning_tinker.server.service import TinkerService
-from agentlightning_tinker.server.wire import CreateSampler, CreateSession, SampleRequest
+from agentlightning_tinker.server.wire import (
+    AdamParams,
+    CreateModel,
+    CreateSampler,
+    CreateSession,
+    LoraShape,
+    SampleRequest,
+    SaveForSampler,
+)
 
 TOKENS = list(range(5, 15))
 
@@ -98,9 +108,11 @@ class Client:
         return np.frombuffer(message.sequences[0].tokens, "<i4").tolist()
 
 
-def request(model: str, seq: int, loss: str, *, image: bool = False, **inputs: Any) -> bytes:
+def request(
+    model: str, seq: int, loss: str, *, image: bool = False, forward_only: bool = False, **inputs: Any
+) -> bytes:
     message = messages.proto.ForwardBackwardRequest()
-    message.model_id, message.seq_id, message.loss_fn = model, seq, loss
+    message.model_id, message.seq_id, message.loss_fn, message.forward_only = model, seq, loss, forward_only
     datum = message.data.add()
     chunk = datum.model_input.add()
     if image:
@@ -160,6 +172,32 @@ async def test_a_loss_that_is_not_finite_changes_no_weight(client: Client) -> No
     assert (failed["category"], "not finite" in failed["error"]) == ("server", True)
     assert "no gradient" in (await client.step())["error"]
     assert await client.sample(await client.sampler()) == before
+
+
+async def test_a_gradient_that_fails_half_way_is_dropped(model: Path) -> None:
+    host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"), token_budget=4)
+    await host.create("a", LoraShape(rank=4))
+    datum = Datum(tuple(TOKENS[:4]), tuple(TOKENS[1:5]), {"weights": np.ones(4, np.float32)})
+    passed: list[Any] = []
+
+    def loss(tokens: Any) -> Any:
+        passed.append(tokens)
+        if len(passed) == 2:
+            raise MemoryError
+        return NLLLoss()(tokens)
+
+    with pytest.raises(PolicyError, match="out of memory"):
+        await host.gradient("a", [datum, datum], loss)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PolicyError, match="no gradient"):
+        await host.optim_step("a", AdamParams())
+    await host.close()
+
+
+async def test_a_forward_pass_leaves_the_gradient_as_it_is(client: Client) -> None:
+    await client.begin()
+    await client.gradient()
+    assert isinstance(await client.gradient(forward_only=True, logprobs=[float("nan")] * 9), bytes)
+    assert (await client.step())["metrics"]["grad_norm:mean"] > 0
 
 
 async def test_requests_run_in_their_order_and_once_however_they_arrive(client: Client) -> None:
@@ -249,6 +287,26 @@ async def test_a_session_that_is_silent_ends_and_frees_its_adapters(model: Path,
         service.session(alive)
     assert set(service.sessions) == {alive} != {silent}
     watch.cancel()
+    await service.close()
+
+
+async def test_what_is_still_made_for_a_session_that_ends_is_forgotten(model: Path, tmp_path: Path) -> None:
+    host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"))
+    service = TinkerService({"tiny": host}, tmp_path)
+    session = service.create_session(CreateSession())["session_id"]
+    body = {"session_id": session, "base_model": "tiny", "lora_config": LoraShape(rank=4)}
+    first = service.begin(CreateModel(model_seq_id=0, **body))
+    await service.requests.fetch(first, 10)
+    busy = asyncio.create_task(host.worker.run(lambda: time.sleep(0.2)))
+    await asyncio.sleep(0.05)
+    service.begin(CreateModel(model_seq_id=1, **body))
+    snapshot = SaveForSampler(model_id=f"{session}:train:0", seq_id=1, sampling_session_seq_id=0)
+    service.requests.start(session, lambda: service.save_for_sampler(snapshot))
+    await asyncio.sleep(0.05)
+    assert not busy.done()
+    await service.end_session(session)
+    assert (host._trained, host._adapters.by_name) == ({}, {})
+    assert not await asyncio.to_thread(lambda: list(tmp_path.rglob("adapter_config.json")))
     await service.close()
 
 

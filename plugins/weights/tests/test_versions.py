@@ -75,13 +75,13 @@ def test_every_version_arrives_byte_for_byte(url: str, tmp_path: Path, seed: int
     for version in range(count):
         directory = model.step(version)
         published = publisher.publish(directory, version)
-        full, deltas = full + published.full, deltas + (not published.full)
+        full, deltas = full + published["weights_full"], deltas + (not published["weights_full"])
         pulled = every.pull()
         assert pulled is not None
         assert (pulled.version, pulled.steps) == (version, 1)
         assert contents(pulled.directory) == contents(directory)
-        if not published.full:
-            assert published.bytes < published.size / 2
+        if not published["weights_full"]:
+            assert published["weights_bytes"] < published["weights_size"] / 2
         if chances.random() < 0.2:
             late = some.pull()
             assert late is not None
@@ -117,7 +117,7 @@ def test_a_publication_that_was_killed_is_not_seen_and_the_next_is_full(url: str
     assert pulled is not None
     assert (pulled.version, contents(pulled.directory)) == (0, contents(first))
     started_again, directory = WeightPublisher(url), model.step(2)
-    assert started_again.publish(directory, 1).full
+    assert started_again.publish(directory, 1)["weights_full"]
     pulled = puller.pull()
     assert pulled is not None
     assert (pulled.version, contents(pulled.directory)) == (1, contents(directory))
@@ -173,7 +173,7 @@ def test_a_damaged_difference_is_refused_and_replaced_by_a_full_version(url: str
     assert puller.current[0] == 0, "it stays on what it has"
     assert contents(good.directory) == before
     directory = model.step(2)
-    assert publisher.publish(directory, 2).full, "h1 asked for it"
+    assert publisher.publish(directory, 2)["weights_full"], "h1 asked for it"
     assert store.names("wanted") == []
     pulled = puller.pull()
     assert pulled is not None

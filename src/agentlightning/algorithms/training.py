@@ -17,7 +17,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
 from agentlightning.policy.learner import Learner
 from agentlightning.resources import NamedResources
-from agentlightning.rollouts import Rollout
+from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.trajectory import Reward, TrainingSample, Trajectory
 
@@ -183,6 +183,8 @@ class RolloutReport:
     failure: str | None = None
     """Why there is no score."""
     spans: tuple[Span, ...] = ()
+    attempt: Attempt | None = None
+    """The last one. None: none was made."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import RenderableType
@@ -92,9 +92,15 @@ def evaluate(
     from agentlightning.evaluation.evaluation import written
     from agentlightning.evaluator import evaluate as measure
 
-    if others := [each for each in settings if not each.startswith(("runner.", "prompts."))]:
-        raise ConfigError(f"{others[0]} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
-    run, config = _source(run, subject)
+    for each in settings:
+        if not each.startswith(("runner.", "prompts.")):
+            raise ConfigError(f"{each} is no setting of an evaluation; use runner.key=value, prompts.NAME=TEXT")
+    config = None
+    if run is None and subject.agent is None and subject.env is None:
+        if subject.data is None and (any(RUNS.glob("*/state.json")) or not CONFIG_FILE.is_file()):
+            run = run_or_newest(None, "give --agent and --data, --env, or --run RUN")
+        else:
+            config = own_config()
     after = agl("train", "--dry-run", **vars(subject)) if run is None else agl("report", run)
     changes = overrides({"env": subject.env, "agent": subject.agent, "reward": subject.reward}, settings)
     known, model, tasks, resources = _subject(run, config, changes, subject)
@@ -123,16 +129,6 @@ def evaluate(
     return Result(evaluation_record(result, aa), _evaluation_lines(result, aa), [after])
 
 
-def _source(run: Path | None, given: Subject) -> tuple[Path | None, Path | None]:
-    """The run, or the settings file, that says what is measured; no file where an agent is named. Raises ConfigError
-    where nothing says it."""
-    if given.agent is not None or given.env is not None or run is not None:
-        return run, None
-    if given.data is None and (any(RUNS.glob("*/state.json")) or not CONFIG_FILE.is_file()):
-        return run_or_newest(None, "give --agent and --data, --env, or --run RUN"), None
-    return None, own_config()
-
-
 def _subject(
     run: Path | None, config: Path | None, changes: list[str], given: Subject
 ) -> tuple[TrainConfig, str | None, Any, Any]:
@@ -140,10 +136,11 @@ def _subject(
     settings file, where others are not named. Raises ConfigError where an agent or tasks are missing."""
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.config import TrainConfig
+    from agentlightning.dashboard.data.run_files import RunFiles
     from agentlightning.task import load_dataset, overlaps
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
-    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.training.persistence.run_dir import settings_of_run
     from agentlightning.util.settings import load_settings
 
     data, model = given.data, given.model
@@ -160,9 +157,8 @@ def _subject(
             typer.echo(f"evaluating {known.agent} on {data}, model: {model or 'its own'}{unlearned}", err=True)
         return known, model, data, known.prompts
     known, found = settings_of_run(run, changes), checkpoint_of(run)
-    tasks, train = load_dataset(data or str(run / "data" / "held_out.jsonl")), run / "data" / "train.jsonl"
-    learned = [loads(line) for line in train.read_bytes().splitlines()] if train.exists() else []
-    for each in overlaps({"training": learned, "evaluation": tasks}):
+    tasks = load_dataset(data or str(run / "data" / "held_out.jsonl"))
+    for each in overlaps({"training": RunFiles(run).tasks("train"), "evaluation": tasks}):
         typer.echo(f"{each}: {run} has learned from them, so the result promises too much", err=True)
     if known.agent is None:
         raise ConfigError(f"the agent of {run} was given as an object, which no file holds; name it: --agent")
@@ -183,15 +179,14 @@ def _evaluation_lines(result: Evaluation, aa: bool) -> Iterator[str]:
         for value, part in values.items():
             yield f"{field}={value}: {part if part.known else 'no reward'}"
     if (found := result.comparison) is not None:
-        verdict = "no difference is shown"
-        if found.significant:
-            verdict = "it is better" if found.gain > 0 else "it is worse"
-        yield f"gain {found}\n{verdict}"
+        yield f"gain {found}"
+        better = "it is better" if found.gain > 0 else "it is worse"
+        yield better if found.significant else "no difference is shown"
     if aa:
         yield str(result.null_test())
 
 
-def evaluation_record(result: Evaluation, aa: bool = False) -> dict[str, Any]:
+def evaluation_record(result: Evaluation, aa: bool) -> dict[str, Any]:
     """The evaluation as JSON values, as `--json` prints it."""
     record = _measured(result) | {
         "missing": result.missing,
@@ -210,9 +205,9 @@ def evaluation_record(result: Evaluation, aa: bool = False) -> dict[str, Any]:
         record["comparison"] = asdict(result.comparison) | {"significant": result.comparison.significant}
     record["advice"] = evaluation_advice(result)
     if aa:
-        found = asdict(result.null_test())
-        smallest = found["smallest_gain"]
-        record["aa"] = found | {"smallest_gain": None if math.isinf(smallest) else smallest}
+        found = result.null_test()
+        smallest = None if math.isinf(found.smallest_gain) else found.smallest_gain
+        record["aa"] = asdict(found) | {"smallest_gain": smallest}
     return record
 
 
@@ -221,13 +216,11 @@ def evaluation_advice(result: Evaluation) -> list[str]:
     found: list[str] = []
     if result.missing:
         found.append(f"{result.missing} of {len(result.rewards)} tasks have no reward; `reasons` counts why")
-    if result.known and len(set(result.known)) == 1 and result.comparison is None:
+    if len(set(result.known)) == 1 and result.comparison is None:
         reward = result.known[0]
-        way = (
-            "use harder tasks"
-            if reward >= 1
-            else "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
-        )
+        way = "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
+        if reward >= 1:
+            way = "use harder tasks"
         found.append(
             f"all {len(result.known)} rewards are {reward:g}, and reinforcement learning learns from differences:"
             f" {way}; --sampled shows whether rollouts of one task differ"
@@ -240,14 +233,10 @@ def evaluation_advice(result: Evaluation) -> list[str]:
 
 
 def _measured(result: Evaluation) -> dict[str, Any]:
-    known = bool(result.known)
-    return {
-        "reward": result.mean if known else None,
-        "score": result.score if known else None,
-        "interval": list(result.interval) if known else None,
-        "tasks": len(result.rewards),
-        "measured": len(result.known),
-    }
+    counts = {"tasks": len(result.rewards), "measured": len(result.known)}
+    if not result.known:
+        return {"reward": None, "score": None, "interval": None, **counts}
+    return {"reward": result.mean, "score": result.score, "interval": list(result.interval), **counts}
 
 
 def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
@@ -287,15 +276,15 @@ def _comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
         seeds = ", ".join(map(str, row["seeds"]))
         yield f"{row['label']} (seeds {seeds}): {settings or 'the first configuration'}"
         for mode, after in row["after"].items():
-            text = f"   {mode:<8} held-out reward {_interval(after)}, gain {_interval(row['gain'][mode], sign=True)}"
+            gain = _interval(row["gain"][mode], "+.3f")
+            text = f"   {mode:<8} held-out reward {_interval(after, '.3f')}, gain {gain}"
             if "difference" in row:
                 how = "seed by seed" if row["difference"][mode]["paired"] else "means of different seeds"
-                text += f", difference {_interval(row['difference'][mode], sign=True)}, {how}"
+                text += f", difference {_interval(row['difference'][mode], '+.3f')}, {how}"
             yield text
 
 
-def _interval(number: Mapping[str, Any], *, sign: bool = False) -> str:
-    form = "+.3f" if sign else ".3f"
+def _interval(number: Mapping[str, Any], form: str) -> str:
     if number["mean"] is None:
         return "unknown"
     if number["interval"] is None:
@@ -421,7 +410,7 @@ async def _read_groups(
     """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
     from agentlightning.credit.rejection import count_reasons
-    from agentlightning.training.sources.collector import TrajectoryReader, find_groups
+    from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader, find_groups
 
     async with store.open() as opened:
         found = await find_groups(opened, None if mode is None else [mode])
@@ -433,7 +422,8 @@ async def _read_groups(
         several = [each for each in found if len(each[1]) > 1] or found  # measurements have one rollout of each task
         chosen = {rollout_id: group for group, ids in several[-groups:] for rollout_id in ids}
         tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
-        trajectories, rejected = await TrajectoryReader(opened).read(chosen, tasks=tasks)
+        plans = [RolloutPlan(key, tasks.get(key), group) for key, group in chosen.items()]
+        trajectories, rejected = await TrajectoryReader(opened).read(plans)
     return group_trajectories(trajectories), count_reasons(rejected)
 
 
@@ -462,4 +452,4 @@ def _count(rollouts: float) -> str:
     return f"{rollouts:,.0f}" if math.isfinite(rollouts) else "no signal"
 
 
-CREDIT: Final = {"compare": compare_rules}
+CREDIT = {"compare": compare_rules}

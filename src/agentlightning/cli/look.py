@@ -17,8 +17,8 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import parse_qs, quote, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, quote
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -35,18 +35,17 @@ from agentlightning.cli.options import (
     open_named,
     run_or_newest,
 )
-from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes
+from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes, writing
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
-from agentlightning.util.printable import printable
 from agentlightning.util.progress import duration, rewards_line
 
 if TYPE_CHECKING:
     from agentlightning.dashboard.data.run_data import Catalog
-    from agentlightning.training.health.examination import Examination
+    from agentlightning.training.report.result import Examination
 
 
-LOOK: Final = {"finished": ("report",), "unfinished": ("train", "--resume")}
+LOOK = {"finished": ("report",), "unfinished": ("train", "--resume")}
 """The verb that leads on from a run, by its status."""
 
 
@@ -104,17 +103,17 @@ def _status_lines(record: dict[str, Any], rewards: list[float | None]) -> Iterat
     else:
         yield f"sessions    {record['sessions']}"
     for each in record["failures"]:
-        yield f"failed      {each['count']}  {printable(each['cause'])}  {printable(each['example'])}"
+        yield f"failed      {each['count']}  {each['cause']}  {each['example']}"
     for text in record["warnings"].values():
-        yield Text(f"warning     {printable(text)}", "yellow")
+        yield Text(f"warning     {text}", "yellow")
     if record["prompts"]:
-        yield prompt_changes(record["prompt_diff"])
+        yield from prompt_changes(record["prompt_diff"])
 
 
 # -- of a server elsewhere --------------------------------------------------------------------------------------------
 
 
-TIMEOUT: Final = 30.0
+TIMEOUT = 30.0
 
 
 def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
@@ -138,8 +137,8 @@ def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[
 
 def server_of(link: str, token: str | None) -> tuple[str, str | None]:
     """The address of a server, and its token: of what a link of its dashboard says, unless one is given."""
-    parts = urlsplit(link)
-    return f"{parts.scheme}://{parts.netloc}", token or next(iter(parse_qs(parts.fragment).get("token", [])), None)
+    address, _, fragment = link.partition("#")
+    return "/".join(address.split("/")[:3]), token or parse_qs(fragment).get("token", [None])[0]
 
 
 def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:
@@ -149,7 +148,7 @@ def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         response = httpx.get(f"{server}/dashboard/api{path}", headers=headers, timeout=TIMEOUT)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"the server {server} cannot be reached: {error or type(error).__name__}") from error
     if response.status_code == 401:
         problem = "does not accept this access token" if token else "requires its access token"
@@ -188,7 +187,8 @@ async def report(
         text = await make(run, examples, opened)
     path = out or (run / "report.html" if html else None)
     if path is not None:
-        path.write_text(text, encoding="utf-8")
+        with writing(path):
+            path.write_text(text, encoding="utf-8")
     record = {"run": str(run), "file": None if path is None else str(path), **({} if path else {"text": text})}
     return Result(record, text if path is None else f"wrote {path}", [agl("dashboard", run)])
 
@@ -206,7 +206,7 @@ def doctor(run: Run = None) -> Result:
       agl doctor
       agl doctor runs/first --json
     """
-    from agentlightning.training.health.examination import examine
+    from agentlightning.training.report.result import examine
 
     found = examine(run_or_newest(run))
     failed = agl("store", "list", run=found.run_dir, status="failed")
@@ -240,8 +240,9 @@ def _findings_lines(found: Examination) -> Iterator[RenderableType]:
     for each in found.signs:
         when = f"since step {each.since}" + (f", {each.count} steps until {each.until}" if each.count > 1 else "")
         yield Text(f"{each.sign.name} ({when})", "yellow")
-        yield f"  what  {printable(each.sign.what)}\n  try   {printable(each.sign.advice)}"
-    warnings = {kind: printable(text) for kind, text in found.warnings.items()}
+        yield f"  what  {each.sign.what}"
+        yield f"  try   {each.sign.advice}"
+    warnings = {**found.warnings}
     if found.damaged_lines:
         lines = ", ".join(map(str, found.damaged_lines[:10])) + (" ..." if len(found.damaged_lines) > 10 else "")
         warnings["damaged_metrics"] = f"these lines of metrics.jsonl cannot be read and were left out: {lines}"
@@ -421,7 +422,7 @@ def _torch() -> dict[str, Any] | None:
 def installed_extensions() -> list[dict[str, str]]:
     """What distributions announce, each with what it is or the problem with it."""
     from agentlightning.task import DATASETS
-    from agentlightning.training.persistence.run_changes import SEAMS
+    from agentlightning.training.persistence.run_dir import SEAMS
 
     registries = {each.kind: each for each in (*SEAMS.values(), DATASETS)}
     found = list[dict[str, str]]()
@@ -444,8 +445,8 @@ def _environment_lines(record: dict[str, Any]) -> Iterator[RenderableType]:
     for name, value in record.items():
         if name != "extensions":
             shown = [f"{key} {each}".strip() for key, each in value.items()] if isinstance(value, dict) else value
-            yield f"{name:<10} {printable(', '.join(shown or ['none']))}"
+            yield f"{name:<10} {', '.join(shown or ['none'])}"
     for each in record["extensions"]:
-        yield f"extension  {each['kind']}  {each['name']}  {printable(each.get('part', ''))}"
+        yield f"extension  {each['kind']}  {each['name']}  {each.get('part', '')}"
         if "problem" in each:
-            yield Text(f"  problem  {printable(each['problem'])}", "yellow")
+            yield Text(f"  problem  {each['problem']}", "yellow")

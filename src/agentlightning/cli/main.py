@@ -10,7 +10,7 @@ from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import typer
 from typer import Option
@@ -20,7 +20,7 @@ from typer.main import get_command, get_group
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import installed, load_plugin, plugin_names
 
-GROUPS: Final = {
+GROUPS = {
     "Train": {
         "init": ("start:init", "Make a folder to train an agent in."),
         "demo": ("train:demo", "Train an example agent on this machine."),
@@ -54,7 +54,7 @@ GROUPS: Final = {
     },
 }
 """The verbs: where each is below this package, and its line in the help of the program; a plugin has its own."""
-EARLIER: Final = {
+EARLIER = {
     "--store": "--db",
     "--data": "--dataset",
     "--out": "--output",
@@ -63,26 +63,25 @@ EARLIER: Final = {
     "--target-agent": "--agent",
 }
 """Names of options, and what they were called before, which is accepted where no other option has that name."""
-NOW: Final = {before: now for now, before in EARLIER.items()}
-PLAIN: Final[dict[str, Any]] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+NOW = {before: now for now, before in EARLIER.items()}
+PLAIN: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
 def with_groups(verb: Callable[..., Any]) -> Callable[..., Any]:
     """The verb with a parameter for each field of its parameters that are dataclasses: options that belong together."""
-    own = inspect.signature(verb, eval_str=True)
-    hints: dict[str, Any] = {name: each.annotation for name, each in own.parameters.items()}
-    groups: dict[str, Any] = {name: each for name, each in hints.items() if is_dataclass(each)}
-    options = {name: dict(inspect.signature(group, eval_str=True).parameters) for name, group in groups.items()}
+    own = inspect.signature(verb, eval_str=True).parameters
+    groups: dict[str, Any] = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
+    options = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
 
     @wraps(verb)
     def call(**given: Any) -> Any:
         made = {name: group(**{each: given.pop(each) for each in options[name]}) for name, group in groups.items()}
         return verb(**given, **made)
 
-    flat = {key: each for name, one in own.parameters.items() for key, each in options.get(name, {name: one}).items()}
-    call.__annotations__ = {name: each.annotation for name, each in flat.items()}
-    call.__signature__ = own.replace(  # pyright: ignore[reportAttributeAccessIssue]
-        parameters=[each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flat.values()]
+    all_of = [each for name, one in own.items() for each in options.get(name, {name: one}).values()]
+    call.__annotations__ = {each.name: each.annotation for each in all_of}
+    call.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
+        [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in all_of]
     )
     return call
 

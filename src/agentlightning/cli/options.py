@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from typer import Argument, Option
@@ -31,7 +31,7 @@ Agent = Annotated[str | None, Option(help="module:name, path/file.py:name, or a 
 Reward = Annotated[
     str | None, Option(help="module:name or path/file.py:name of (task, output) -> number, or reasoning_gym.")
 ]
-MODEL_HELP: Final = "A directory, a .gguf file, a short name such as smollm2-135m, a hub name, or `tiny`."
+MODEL_HELP = "A directory, a .gguf file, a short name such as smollm2-135m, a hub name, or `tiny`."
 Model = Annotated[str | None, Option(help=MODEL_HELP)]
 
 
@@ -143,10 +143,10 @@ class Filter:
 
 RETRY_SECONDS = 3.0
 """How long calls are retried if no server answers; the user can repeat the command."""
-SERVERS: Final = ("http://", "https://")
-DATABASES: Final = ("postgresql:", "postgres:", "postgresql+")
-RUNS: Final = Path("runs")
-CONFIG_FILE: Final = Path("agl.toml")
+SERVERS = ("http://", "https://")
+DATABASES = ("postgresql:", "postgres:", "postgresql+")
+RUNS = Path("runs")
+CONFIG_FILE = Path("agl.toml")
 """The settings of the current directory, where none are given."""
 
 
@@ -234,16 +234,18 @@ def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] |
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.algorithms.lightning_rl import LightningRLConfig
     from agentlightning.config import TrainConfig
-    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.training.persistence.run_dir import settings_of_run
     from agentlightning.util.settings import load_settings
 
     if text is not None:
         return load_settings(LightningRLConfig, overrides=[f"reward_weights={text}"]).reward_weights
-    directory = Path("") if place is None or "://" in str(place) else Path(place)
-    directory = directory.parent if directory.is_file() else directory
+    if place is None:
+        return None
+    path = Path(place)
+    directory = path.parent if path.is_file() else path
     if place == CONFIG_FILE:
         known = load_settings(TrainConfig, toml=CONFIG_FILE)
-    elif place is not None and (directory / "config.toml").exists():
+    elif (directory / "config.toml").exists():
         known = settings_of_run(directory)
     else:
         return None
@@ -301,10 +303,10 @@ async def has_model(server: str, token: str | None) -> bool:
 # -- durations and sizes ----------------------------------------------------------------------------------------------
 
 
-_QUANTITY: Final = re.compile(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
-SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-POWERS: Final = {name: power for power, letter in enumerate("kmgt", 1) for name in (f"{letter}b", f"{letter}ib")}
-BYTES: Final = {"": 1, "b": 1, **{name: (1024 if "i" in name else 1000) ** power for name, power in POWERS.items()}}
+_QUANTITY = re.compile(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
+SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+POWERS = {name: power for power, letter in enumerate("kmgt", 1) for name in (f"{letter}b", f"{letter}ib")}
+BYTES = {"": 1, "b": 1, **{name: (1024 if "i" in name else 1000) ** power for name, power in POWERS.items()}}
 
 
 def read_duration(text: str) -> float:
@@ -352,8 +354,8 @@ def retention_from(older_than: str | None, keep: int | None, max_size: str | Non
 # runner` and `agl run` once they have read the token.
 
 
-TOKEN_VARIABLE: Final = "AGL_TOKEN"
-_PR_SET_DUMPABLE: Final = 4
+TOKEN_VARIABLE = "AGL_TOKEN"
+_PR_SET_DUMPABLE = 4
 _ENV_START, _ENV_END = 49, 50
 """Indexes, from 0, of the fields of `/proc/PID/stat` with the bounds of the initial environment."""
 

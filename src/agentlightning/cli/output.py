@@ -11,12 +11,14 @@ import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import typer
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from agentlightning.errors import (
     AgentError,
@@ -31,10 +33,11 @@ from agentlightning.util.json_values import dumps
 from agentlightning.util.printable import printable, printable_lines
 
 if TYPE_CHECKING:
-    from agentlightning.training.health.examination import Failures
+    from agentlightning.training.report.result import Failures
 
-INVALID_INPUT: Final = (ConfigError, DatasetError, ResumeError, ServerError)
-EXTRAS: Final = {
+INVALID_INPUT = (ConfigError, DatasetError, ResumeError, ServerError)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+EXTRAS = {
     "torch": "train",
     "transformers": "train",
     "tokenizers": "train",
@@ -65,7 +68,7 @@ class Result:
 
 def plain_console(stderr: bool) -> Console:
     """Prints text as it is."""
-    return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class Output:
@@ -81,13 +84,15 @@ class Output:
         if self.as_json:
             sys.stdout.write(dumps(result.record).decode() + "\n")
             return
-        for line in (result.text,) if isinstance(result.text, str) else result.text:
-            self.console.print(line)
-        for number, command in enumerate(result.after):
-            self.console.print(f"{'' if number else 'next':<5} {command}")
+        lines = result.text.split("\n") if isinstance(result.text, str) else result.text
+        commands = (f"{'' if number else 'next':<5} {command}" for number, command in enumerate(result.after))
+        for line in chain(lines, commands):
+            if isinstance(line, Text):  # agents wrote parts of it
+                line.plain = printable(line.plain.expandtabs())
+            self.console.print(printable(line.expandtabs()) if isinstance(line, str) else line)
 
     def fail(self, kind: str, message: str, status: int) -> typer.Exit:
-        plain_console(stderr=True).print(f"error: {message}")
+        plain_console(stderr=True).print(f"error: {printable_lines(message)}")
         if self.as_json:
             sys.stdout.write(dumps({"error": {"type": kind, "message": message}}).decode() + "\n")
         return typer.Exit(status)
@@ -101,12 +106,23 @@ def agl(*words: object, **options: object) -> str:
 
 def failure_lines(failures: Iterable[Failures]) -> list[str]:
     """How many rollouts failed of each cause, with an example."""
-    return [f"{each.count:>5}  {printable(each.cause)}  {printable(each.example)}" for each in failures]
+    return [f"{each.count:>5}  {each.cause}  {each.example}" for each in failures]
 
 
-def prompt_changes(diff: str) -> str:
+def prompt_changes(diff: str) -> list[str]:
     """What has changed in the prompts of a run."""
-    return printable_lines(diff) or "the prompts have not changed"
+    return (diff or "the prompts have not changed").split("\n")
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Raises ConfigError where a file cannot be written, but not where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
+        raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
 @contextmanager
@@ -126,7 +142,7 @@ def open_output(as_json: bool) -> Generator[Output]:
         missing = MissingExtraError(error.name, EXTRAS[error.name])
         raise output.fail("MissingExtraError", str(missing), 2) from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
         path, advice = error.filename or "while writing the run", _resume_advice(output.run_dir)
         raise output.fail("StoreFullError", f"the disk is full ({path}); free some space{advice}", 1) from error
@@ -144,8 +160,8 @@ def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
         return ""
     if state.get("recorded"):
         return f"\nNothing is lost since the last checkpoint: continue with  agl train --resume {run_dir}"
-    from agentlightning.training.health.examination import failures_of
     from agentlightning.training.persistence.run_dir import read_state
+    from agentlightning.training.report.result import failures_of
 
     causes = ""
     with suppress(AgentLightningError):

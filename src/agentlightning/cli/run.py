@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from typer import Argument, Context, Option
@@ -44,26 +44,26 @@ from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
     from agentlightning.rollouts import AttemptedRollout, AttemptStatus
-    from agentlightning.runner.agents.reward import RewardFunction
+    from agentlightning.runner.agents.arguments import RewardFunction
     from agentlightning.server.app import Server
     from agentlightning.span import Span
     from agentlightning.store.base import LightningStoreBase
     from agentlightning.trajectory import Reward as RewardValue
 
 
-LEASE_SECONDS: Final = 30.0
+LEASE_SECONDS = 30.0
 """If no heartbeat arrives for this long (because the process was killed, say), the rollout fails."""
-HEARTBEAT_SECONDS: Final = 5.0
-SECRET_ENDINGS: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-CALLS: Final = "model calls: "
-NOT_REDIRECTED: Final = (
+HEARTBEAT_SECONDS = 5.0
+SECRET_ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+CALLS = "model calls: "
+NOT_REDIRECTED = (
     f"{CALLS}none recorded: give --model or --routes, or the key of a provider (OPENAI_API_KEY, ANTHROPIC_API_KEY)"
 )
-NO_CALLS: Final = (
+NO_CALLS = (
     f"{CALLS}none reached the gateway: look for an address in the code or its configuration (base_url=, api_base=, a"
     " .env file that overrides the environment), a cache of answers, or an error before the first call"
 )
-NO_REWARD: Final = "no reward was recorded: give --reward file.py:function, or a number"
+NO_REWARD = "no reward was recorded: give --reward file.py:function, or a number"
 
 Mode = Literal["train", "val", "test"] | None
 
@@ -162,7 +162,7 @@ def _task(text: str | None, file: Path | None) -> Any:
 
 def _reward(text: str) -> float | RewardFunction:
     from agentlightning.runner.agents.agent import load_object
-    from agentlightning.runner.agents.reward import RewardFunction
+    from agentlightning.runner.agents.arguments import RewardFunction
     from agentlightning.runner.agents.spec import function_spec
     from agentlightning.tracing.rewards import check_reward
 
@@ -224,11 +224,10 @@ async def _run(
         words = _redirected(command, target, *ids) if target.redirect else command
         environment, has_function = _environment(target, *ids, worker_id, task), not isinstance(reward, float | None)
         began = time.monotonic()
-        ended = await run_command(words, environment, timeout, keep_output=has_function)
-        code, error = ended.code, ended.error
+        code, error, output = await run_command(words, environment, timeout, keep_output=has_function)
         if reward is not None and (error is None or not has_function):
             try:
-                await record_reward(reward, store, started, ended.output)
+                await record_reward(reward, store, started, output)
             except AgentError as failure:
                 code, error = code or 1, error or failure
         seconds = time.monotonic() - began
@@ -241,9 +240,18 @@ async def _run(
         if isinstance(error, AgentTimeoutError):
             status = "timeout"
         await store.update_attempt(*ids, status=status, metadata=metadata)
-        summary = _summary(await store.query_spans(*ids), target, None if error is None else str(error))
-        head = {"rollout_id": ids[0], "attempt_id": ids[1], "status": status, "exit_code": code}
-        return {**head, "seconds": round(seconds, 3), **summary}
+        found = {
+            "rollout_id": ids[0],
+            "attempt_id": ids[1],
+            "status": status,
+            "exit_code": code,
+            "seconds": round(seconds, 3),
+            **_recorded(await store.query_spans(*ids)),
+            "store": target.name,
+            "redirected": target.redirect,
+            "error": None if error is None else str(error),
+        }
+        return found | {"advice": run_advice(found)}
 
 
 async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
@@ -322,48 +330,43 @@ def _without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> li
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _summary(spans: Sequence[Span], target: RecordingTarget, error: str | None) -> dict[str, Any]:
-    """What was recorded, and what it lacks."""
+def _recorded(spans: Sequence[Span]) -> dict[str, Any]:
+    """What was recorded."""
     from agentlightning import span as names
     from agentlightning.tracing.rewards import find_final_reward
 
     calls = [span for span in spans if names.ATTRIBUTION in span.attributes]
-    reward, failed = find_final_reward(spans), sum(span.status_code == "ERROR" for span in calls)
 
     def total(name: str) -> Any:
         return sum(span.attributes.get(name) or 0 for span in calls)
 
     return {
         "calls": len(calls),
-        "failed_calls": failed,
+        "failed_calls": sum(span.status_code == "ERROR" for span in calls),
         "input_tokens": total(names.INPUT_TOKENS),
         "output_tokens": total(names.OUTPUT_TOKENS),
         "dollars": float(total(names.COST)),
         "agents": list(dict.fromkeys(filter(None, (span.attributes.get(names.AGENT_NAME) for span in calls)))),
-        "reward": reward,
-        "store": target.name,
-        "redirected": target.redirect,
-        "error": error,
-        "advice": run_advice(
-            error=error, redirected=target.redirect, calls=len(calls), failed_calls=failed, rewarded=reward is not None
-        ),
+        "reward": find_final_reward(spans),
     }
 
 
-def run_advice(*, error: str | None, redirected: bool, calls: int, failed_calls: int, rewarded: bool) -> list[str]:
+def run_advice(found: Mapping[str, Any]) -> list[str]:
     """What a recorded rollout lacks for training, the first cause first; empty where it lacks nothing."""
-    found: list[str] = []
-    if not redirected:
-        found.append(NOT_REDIRECTED)
-    elif not calls:  # before the error, which it often causes
-        found.append(NO_CALLS)
-    elif failed_calls:
-        found.append(f"{failed_calls} of {calls} model calls failed; `agl store show` has their messages")
-    if error is not None:
-        found.append(f"{error}; run the command by itself to see why")
-    if not rewarded and error is None:
-        found.append(NO_REWARD)
-    return found
+    advice: list[str] = []
+    if not found["redirected"]:
+        advice.append(NOT_REDIRECTED)
+    elif not found["calls"]:  # before the error, which it often causes
+        advice.append(NO_CALLS)
+    elif found["failed_calls"]:
+        advice.append(
+            f"{found['failed_calls']} of {found['calls']} model calls failed; `agl store show` has their messages"
+        )
+    if found["error"] is not None:
+        advice.append(f"{found['error']}; run the command by itself to see why")
+    elif found["reward"] is None:
+        advice.append(NO_REWARD)
+    return advice
 
 
 def _summary_lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -390,34 +393,25 @@ def _summary_lines(found: Mapping[str, Any]) -> Iterator[str]:
 # The command stays in our process group, as a program that reads from the terminal must.
 
 
-_NAMES: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-FORWARDED: Final = tuple(signal.Signals[name] for name in _NAMES if name in signal.Signals.__members__)
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+FORWARDED = tuple(signal.Signals[name] for name in _NAMES if name in signal.Signals.__members__)
 """Windows has only two of them."""
-FROM_TERMINAL: Final = frozenset(number for number in FORWARDED if number.name in ("SIGINT", "SIGQUIT"))
+FROM_TERMINAL = frozenset(number for number in FORWARDED if number.name in ("SIGINT", "SIGQUIT"))
 """A terminal sends these to the whole process group, so that the command has them already."""
-GRACE_SECONDS: Final = 5.0
+GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL for a command that timed out."""
-OUTPUT_BYTES: Final = 1_000_000
+OUTPUT_BYTES = 1_000_000
 """How much of the end of the output is kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a command has ended."""
-
-    code: int
-    """As a shell gives it: 128 plus its number if a signal ended the command, 127 if it could not be started."""
-    error: AgentError | None
-    """Why it failed."""
-    output: bytes
-    """The end of its stdout, if it was kept."""
 
 
 async def run_command(
     words: Sequence[str], environment: Mapping[str, str], timeout: float | None, *, keep_output: bool
-) -> Ended:
+) -> tuple[int, AgentError | None, bytes]:
     """Run a command, and terminate it after `timeout` seconds. To keep its output, its stdout is a pipe whose data is
-    passed on at once."""
+    passed on at once.
+
+    Returns its exit code as a shell gives it (128 plus its number if a signal ended the command, 127 if it could not be
+    started), why it failed, and the end of its stdout, if it was kept."""
     if sys.platform == "win32":
         raise AgentError("commands run on Linux and macOS only; on Windows, use WSL")
     loop, output = asyncio.get_running_loop(), bytearray()
@@ -453,7 +447,7 @@ async def run_command(
             await asyncio.wait({passing}, timeout=1.0)
             passing.cancel()
     except OSError as failure:
-        return Ended(127, AgentError(f"{words[0]!r} cannot be started: {failure.strerror or failure}"), b"")
+        return 127, AgentError(f"{words[0]!r} cannot be started: {failure.strerror or failure}"), b""
     finally:
         for number in FORWARDED:
             loop.remove_signal_handler(number)
@@ -461,7 +455,7 @@ async def run_command(
         from agentlightning.runner.agents.command import describe_exit
 
         error = AgentError(f"{words[0]} {describe_exit(code)}")
-    return Ended(128 - code if code < 0 else code, error, bytes(output))
+    return 128 - code if code < 0 else code, error, bytes(output)
 
 
 async def _terminate(process: asyncio.subprocess.Process) -> int:

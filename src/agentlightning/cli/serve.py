@@ -38,6 +38,7 @@ from agentlightning.cli.options import (
     read_routing,
     read_size,
     retention_from,
+    store_file,
 )
 from agentlightning.cli.output import Output, Result, agl, open_output
 from agentlightning.errors import ConfigError, ServerError, StoreAuthError, StoreError, StoreServerError
@@ -151,9 +152,8 @@ class Options:
         if self.workers == 1:
             return
         from agentlightning.store.base import store_url
-        from agentlightning.store.sql.sqlite import locate
 
-        in_memory = not str(store_url(self.store)).startswith(DATABASES) and locate(self.store) is None
+        in_memory = store_file(self.store) is None and not str(store_url(self.store)).startswith(DATABASES)
         served = "serve it with vLLM or SGLang, and name that in --routes as a provider with token_ids"
         for what, is_given, otherwise in (
             ("a store in memory", in_memory, "give a file or a PostgreSQL database"),
@@ -268,11 +268,9 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
     data = Catalog(store, roots=() if options.runs is None else [options.runs], writable=True)
     stack.push_async_callback(data.close)
     token, routing = options.token or None, options.routing
-    parts: dict[str, Any] = {"host": options.host, "port": options.port}
     if process is not None:
         await stack.enter_async_context(process.sharing(metrics))
         routing = routing.divided(process.number, options.workers)
-        parts |= {"listener": process.listener, "shared": process.directory}
     serving = serve(
         store,
         await open_engines(options.models or (), routing, stack),
@@ -291,7 +289,10 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
         allow_unattributed=options.allow_unattributed,
         max_body_bytes=options.max_body_bytes,
         grace_seconds=options.grace_seconds,
-        **parts,
+        host=options.host,
+        port=options.port,
+        listener=process and process.listener,
+        shared=process and process.directory,
     )
     server = await stack.enter_async_context(serving)
     if options.retention is not None and (process is None or process.number == 1):

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from agentlightning.cli.options import MODEL_HELP
-from agentlightning.cli.output import Result, agl
+from agentlightning.cli.output import Result, agl, writing
 from agentlightning.errors import ConfigError
 
 
@@ -64,17 +64,17 @@ def _ask() -> Kind:
 # -- the files of a folder --------------------------------------------------------------------------------------------
 
 
-FILES: Final = Path(__file__).parent / "files"
-TASKS: Final = 200
-DEMONSTRATIONS: Final = 896
+FILES = Path(__file__).parent / "files"
+TASKS = 200
+DEMONSTRATIONS = 896
 CLEAN, HABIT = 0.6, 0.9
-INSTRUCTIONS: Final = "Which team is this for: billing, shipping, account or technical? Answer with one word."
+INSTRUCTIONS = "Which team is this for: billing, shipping, account or technical? Answer with one word."
 """What every agent of a new folder tells the model."""
 
 
-_FUNCTION: Final = "Any function of a task will do; its parameters are filled by name (docs/guides/your-own-agent.md)."
-_FRAMEWORK: Final = f"{_FUNCTION} Its model calls must go to OPENAI_BASE_URL, as they do here."
-_COMMAND: Final = "Set `agent` in `agl.toml` to its command line."
+_FUNCTION = "Any function of a task will do; its parameters are filled by name (docs/guides/your-own-agent.md)."
+_FRAMEWORK = f"{_FUNCTION} Its model calls must go to OPENAI_BASE_URL, as they do here."
+_COMMAND = "Set `agent` in `agl.toml` to its command line."
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Kind:
         return [package for module, package in self.packages.items() if find_spec(module) is None]
 
 
-KINDS: Final = {
+KINDS = {
     kind.name: kind
     for kind in (
         Kind("function", "a plain function", {"openai": "openai"}, advice=_FUNCTION),
@@ -139,10 +139,11 @@ def write_folder(directory: Path, kind: Kind) -> list[Path]:
             f"{directory} has {', '.join(taken)} already, and nothing is overwritten; give another directory:"
             " agl init DIR"
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
     return list(files)
 
 
@@ -194,4 +195,4 @@ def get_model(name: str = Argument(help=MODEL_HELP)) -> Result:
     return Result({"name": name, "directory": directory}, lines())
 
 
-MODEL: Final = {"get": get_model}
+MODEL = {"get": get_model}

@@ -3,12 +3,11 @@ programs."""
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 from msgspec import structs
@@ -27,10 +26,9 @@ from agentlightning.cli.options import (
     store_file,
     weights_of,
 )
-from agentlightning.cli.output import Output, Result, agl
+from agentlightning.cli.output import Output, Result, agl, writing
 from agentlightning.errors import ConfigError
 from agentlightning.models import Precision
-from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ async def show(
 
 
 Order = Literal["newest", "reward", "seconds"]
-MOST_READ: Final = 5000
+MOST_READ = 5000
 """Rollouts that are read to sort them by what their spans say, the newest."""
 
 
@@ -128,9 +126,9 @@ def _table(rows: Sequence[RolloutSummary], read: int, matching: int) -> Iterator
         if isinstance(row.reward, dict) and row.reward_number is None:
             reward = " ".join(f"{name}={value:g}" for name, value in row.reward.items())
         seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
-        failure = "" if row.failure is None else f"  {row.failure_kind or ''}: {row.failure.strip().splitlines()[-1]}"
+        failure = "" if row.failure is None else f"  {row.failure_kind or ''}: {row.failure}"
         text = f"{row.rollout_id}  {row.status:<9} {reward:>7}  {row.calls:>2} calls {seconds:>8}  {row.task}{failure}"
-        yield printable(text)[:240]
+        yield text[:240]
     yield f"{len(rows)} of {matching:,} rollouts"
     if len(rows) < read < matching:
         yield f"sorted among the newest {read:,} only"
@@ -251,7 +249,7 @@ async def export_(
     with Progress() as progress:
         async with store.open() as opened:
             progress.phase("exporting rollouts")
-            try:
+            with writing(file):
                 exported = await export_store(
                     opened,
                     file,
@@ -260,10 +258,6 @@ async def export_(
                     overwrite=force,
                     report=lambda done, total: progress.update(done),
                 )
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                raise ConfigError(f"{file} cannot be written: {error}") from error
     after = [] if file.suffix == ".parquet" else [agl("store", "import", file, store="copy.db")]
     text = (
         f"{exported.rollouts:,} rollouts with {exported.spans:,} spans and {exported.resources:,} resources in {file},"
@@ -299,7 +293,7 @@ async def import_(store: AnyStore, file: Path = Argument(help="Written by `agl s
     return Result({"file": str(file), **asdict(imported)}, text, [agl("store", "list", store=store.store)])
 
 
-VERBS: Final = {
+VERBS = {
     "stats": stats,
     "list": list_rollouts,
     "show": show,
@@ -315,7 +309,7 @@ VERBS: Final = {
 
 Form = Literal["hf", "gguf-ready", "gguf", "openai-jsonl", "trl-jsonl", "dpo-jsonl"]
 """What is written."""
-SUFFIXES: Final = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
+SUFFIXES = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
 """What the names of weights end in; of rollouts, it is `.jsonl`."""
 
 
@@ -356,13 +350,15 @@ async def export(
         }
         if unused := [name for name, value in only.items() if value is not None]:
             raise ConfigError(f"{', '.join(unused)} select rollouts, and --to {to} writes weights; leave them out")
-        weights = export_weights(run, to, path, precision or "f16")
+        with writing(path):
+            weights = export_weights(run, to, path, precision or "f16")
         found = {"path": str(path), "files": list(weights.files), "merged": weights.merged}
         after = agl("serve", "--allow-unattributed", model=path)
     else:
         selection = Selection(min_reward, target_agent, weights_of(reward_weights, run))
-        rows = await export_dataset(run, to, path, selection, store)
+        with writing(path):
+            rows = await export_dataset(run, to, path, selection, store)
         found = structs.asdict(rows) | {"path": str(path)}
         learning = {"openai-jsonl": "sft", "dpo-jsonl": "dpo"}.get(to)
         after = agl(learning, model="tiny", data=path) if learning else agl("report", run)
-    return Result(found, [printable(f"{key}: {value}") for key, value in found.items()], [after])
+    return Result(found, [f"{key}: {value}" for key, value in found.items()], [after])

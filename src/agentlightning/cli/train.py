@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import typer
@@ -27,10 +27,9 @@ from agentlightning.cli.options import (
     own_config,
     weights_of,
 )
-from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes
+from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes, writing
 from agentlightning.errors import ConfigError
 from agentlightning.models.resolve import TINY
-from agentlightning.util.printable import printable
 from agentlightning.util.progress import Progress
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def train(
       agl train --resume runs/lora algorithm.steps=200
     """
     from agentlightning.config import TrainConfig
-    from agentlightning.training.persistence.run_changes import settings_of_run
+    from agentlightning.training.persistence.run_dir import settings_of_run
     from agentlightning.util.settings import dump_toml, load_settings
 
     output = ctx.obj
@@ -122,7 +121,7 @@ def train(
     return report_of(trainer.train() if trainer.is_recorded else trainer.fit())
 
 
-SHORTCUTS: Final = {"data": "data.train", "model": "policy.model", "seed": "run.seed"}
+SHORTCUTS = {"data": "data.train", "model": "policy.model", "seed": "run.seed"}
 """Options whose setting has another name."""
 
 
@@ -161,25 +160,19 @@ class Recorded:
         from agentlightning.trainer import Trainer
 
         directory = output.run_dir = Path(self.resume or self.run or RUNS / time.strftime(f"{verb}-%Y%m%d-%H%M%S"))
-        algorithm = make() if self.resume is None else None
-        parts: Any = {"store": self.sessions, "reward": self.reward, "progress": Progress(console=output.console)}
+        parts: Any = {"reward": self.reward, "progress": Progress(console=output.console)}
         if self.resume is None:
+            parts["algorithm"] = make()
             if self.model is None:
                 raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
-            every: Any = {} if self.checkpoint_every is None else {"checkpoint_every": self.checkpoint_every}
-            trainer = Trainer(
-                TrainConfig(run=RunConfig(**every)),
-                algorithm=algorithm,
-                run_dir=directory,
-                model=self.model,
-                seed=self.seed,
-                **parts,
-            )
+            config = TrainConfig(run=RunConfig(checkpoint_every=self.checkpoint_every))
+            parts |= {"run_dir": directory, "model": self.model, "seed": self.seed}
+            trainer = Trainer(config, store=self.sessions, **parts)
         else:
             named = {"settings": self.settings, "--model": self.model, "--data": data, "--run": self.run}
             if kept := [name for name, value in named.items() if value]:
                 raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
-            trainer = Trainer.resume(directory, **parts)
+            trainer = Trainer.resume(directory, store=self.sessions, **parts)
         return report_of(trainer.train(eval_agent=self.eval_agent, held_out_dataset=self.held_out))
 
 
@@ -288,22 +281,23 @@ def demo(
     from agentlightning.trainer import Trainer
 
     directory = ctx.obj.run_dir = run or RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
+    changes: Any = {"policy__model": model, "run__seed": seed, "algorithm__steps": steps}
+    file, tasks = "messages.toml", messages.tasks(seed)
     if model == TINY:
-        demonstrations = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
-        configuration, tasks = job.settings(demonstrations, seed, steps), job.tasks(seed)
-    else:
-        configuration, tasks = messages.settings(model, seed, steps), messages.tasks(seed)
-    trainer = Trainer(configuration, run_dir=directory, progress=Progress(ctx.obj.console))
+        with writing(directory):
+            changes["warm_start__dataset"] = job.write_demonstrations(directory / "demonstrations.jsonl", seed)
+        file, tasks = "calculator.toml", job.tasks(seed)
+    trainer = Trainer(job.settings(file, **changes), run_dir=directory, progress=Progress(ctx.obj.console))
     return report_of(trainer.fit(**tasks))
 
 
 # -- a dry run --------------------------------------------------------------------------------------------------------
 
 
-OUTCOME_STYLES: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
-MOST_OF_MESSAGE: Final = 400
+OUTCOME_STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
+MOST_OF_MESSAGE = 400
 """Characters of a message that are shown."""
-LAST_LINES: Final = 8
+LAST_LINES = 8
 """Lines of a traceback that are shown, the last ones."""
 
 
@@ -311,22 +305,23 @@ def dry_run_lines(found: DryRun) -> Iterator[RenderableType]:
     """Each check with what to look for, one rollout as an example, and whether training can begin."""
     yield ""
     for check in found.checks:
-        first, *rest = map(printable, check.text.splitlines() or [""])
+        first, *rest = check.text.splitlines() or [""]
         yield Text.assemble((f"{check.outcome:<8}", OUTCOME_STYLES[check.outcome]), f" {check.name:<9} {first}")
         if len(rest) > LAST_LINES:
             rest = [f"... {len(rest) - LAST_LINES} lines", *rest[-LAST_LINES:]]
         yield from (f"{'':<19}{line}" for line in rest)
         if check.advice and check.outcome != "ok":
-            yield f"{'':<9} {'try':<9} {printable(check.advice)}"
+            yield f"{'':<9} {'try':<9} {check.advice}"
     if found.rollouts:
         yield from _example_lines(found.rollouts)
     failed, warned = (sum(each.outcome == name for each in found.checks) for name in ("failed", "warning"))
+    yield ""
     if not found.is_ready:
-        yield Text(f"\nnot ready: {failed} of {len(found.checks)} checks failed", "red")
+        yield Text(f"not ready: {failed} of {len(found.checks)} checks failed", "red")
     elif warned:
-        yield Text(f"\nready, with {warned} warning{'s' if warned > 1 else ''}", "yellow")
+        yield Text(f"ready, with {warned} warning{'s' if warned > 1 else ''}", "yellow")
     else:
-        yield Text("\nready", "green")
+        yield Text("ready", "green")
 
 
 def _example_lines(rollouts: tuple[DryRunRollout, ...]) -> Iterator[str]:
@@ -335,7 +330,8 @@ def _example_lines(rollouts: tuple[DryRunRollout, ...]) -> Iterator[str]:
 
     shown = max(rollouts, key=lambda each: (each.policy_calls > 0, each.reward is not None, each.reward or 0.0))
     reward = "no reward" if shown.reward is None else f"reward {shown.reward:g}"
-    yield f"\none rollout of {len(rollouts)}, {reward}"
+    yield ""
+    yield f"one rollout of {len(rollouts)}, {reward}"
     yield f"  task       {_short(shown.task)}"
     for message in shown.transcript:
         yield f"  {message.get('role', '?')!s:<10} {_short(said(message))}"
@@ -343,16 +339,16 @@ def _example_lines(rollouts: tuple[DryRunRollout, ...]) -> Iterator[str]:
 
 
 def _short(value: object) -> str:
-    text = printable(str(value))
+    text = str(value)
     return text if len(text) <= MOST_OF_MESSAGE else f"{text[: MOST_OF_MESSAGE - 3]}..."
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-TRANSCRIPT_LINES: Final = 6
+TRANSCRIPT_LINES = 6
 """Of a transcript, the last ones."""
-TRANSCRIPT_WIDTH: Final = 300
+TRANSCRIPT_WIDTH = 300
 
 
 def report_of(result: TrainingResult) -> Result:
@@ -391,7 +387,7 @@ def _result_lines(result: TrainingResult) -> Iterator[RenderableType]:
     yield from (Text(f"warning: {warning}", "yellow") for warning in result.warnings)
     yield from _closing_lines(result)
     if result.prompts:
-        yield prompt_changes(result.diff())
+        yield from prompt_changes(result.diff())
     for name, path in (("checkpoint", result.checkpoint), ("curve", result.curve), ("run", result.run_dir)):
         if path is not None:
             yield f"{name:<11} {path}"
@@ -404,8 +400,8 @@ def _shown(gain: Gain) -> str:
 
 def _closing_lines(result: TrainingResult) -> Iterator[str]:
     """What a result has beside its warnings: groups without a spread, failures by cause, two transcripts."""
-    from agentlightning.training.health.examination import failures_of, read_records
     from agentlightning.training.persistence.run_dir import read_state
+    from agentlightning.training.report.result import failures_of, read_records
 
     records, _ = read_records(result.run_dir / "metrics.jsonl")
     groups, flat = sum(each.groups for each in records), sum(each.groups_without_spread for each in records)
@@ -418,7 +414,7 @@ def _closing_lines(result: TrainingResult) -> Iterator[str]:
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
         yield f"{name} of the last validation, reward {reward}  ({row['rollout_id']})"
         for line in str(row["conversation"]).splitlines()[-TRANSCRIPT_LINES:]:
-            yield f"  {printable(line)[:TRANSCRIPT_WIDTH]}"
+            yield f"  {line[:TRANSCRIPT_WIDTH]}"
 
 
 def best_and_worst(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -73,18 +73,17 @@ def module_of(name: str, table: dict[str, str]) -> str | None:
 
 
 def __getattr__(name: str) -> object:
-    module = module_of(name, NAMES)
-    if module is None:
+    if module_of(name, NAMES) is None:
         raise AttributeError(f"module 'agentlightning.compat' has no attribute {name!r}")
-    return getattr(import_module(f"agentlightning.{module}"), name)
+    return find(name)
 
 
 def find(name: str) -> object:
     """What `agl.NAME` was. Raises AttributeError for what it never was."""
-    if module_of(name, NAMES):
-        return __getattr__(name)
-    module = module_of(name, MOVED)
+    moved = module_of(name, MOVED)
+    module = moved or module_of(name, NAMES)
     if module is None:
         raise AttributeError(f"module 'agentlightning' has no attribute {name!r}")
-    warnings.warn(f"agl.{name} is agentlightning.{module}.{name} now", DeprecationWarning, stacklevel=3)
+    if moved:
+        warnings.warn(f"agl.{name} is agentlightning.{module}.{name} now", DeprecationWarning, stacklevel=3)
     return getattr(import_module(f"agentlightning.{module}"), name)

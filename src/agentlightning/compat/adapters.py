@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,26 +59,20 @@ class TracerTraceToTriplet:
         self.agent_match = agent_match
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
-        found = [span for span in calls(source) if self._is_chosen(span)]
-        ends = [*(span.sequence_id for span in found[1:]), None]
-        return [self._triplet(span, end, source) for span, end in zip(found, ends, strict=False)]
+        matches = re.compile(self.agent_match or "").search
+        found = [span for span in calls(source) if matches(str(span.attributes.get(names.AGENT_NAME) or ""))]
+        ends = [*(span.sequence_id for span in found[1:]), math.inf]
+        rewards = sorted((span for span in source if span.name == names.REWARD), key=lambda each: each.sequence_id)
+        return [
+            self._triplet(span, [each for each in rewards if span.sequence_id < each.sequence_id < end])
+            for span, end in zip(found, ends, strict=False)
+        ]
 
     __call__ = adapt
 
-    def _is_chosen(self, span: Span) -> bool:
-        name = str(span.attributes.get(names.AGENT_NAME) or "")
-        return self.agent_match is None or re.search(self.agent_match, name) is not None
-
     @staticmethod
-    def _triplet(call: Span, end: int | None, source: Sequence[Span]) -> Triplet:
+    def _triplet(call: Span, rewards: Sequence[Span]) -> Triplet:
         attributes = call.attributes
-        rewards = [
-            reward
-            for span in sorted(source, key=lambda each: each.sequence_id)
-            if span.name == names.REWARD and call.sequence_id < span.sequence_id
-            if end is None or span.sequence_id < end
-            if (reward := _number(span)) is not None
-        ]
         return Triplet(
             {
                 "token_ids": list(attributes.get(names.PROMPT_TOKEN_IDS) or ()),
@@ -88,7 +83,7 @@ class TracerTraceToTriplet:
                 "logprobs": list(attributes.get(names.LOGPROBS) or ()),
                 "messages": chat_messages(recorded_objects(attributes.get(names.OUTPUT_MESSAGES))),
             },
-            rewards[0] if rewards else None,
+            next((reward for reward in map(_number, rewards) if reward is not None), None),
             {"response_id": attributes.get(names.RESPONSE_ID), "agent_name": attributes.get(names.AGENT_NAME)},
         )
 

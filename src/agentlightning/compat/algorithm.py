@@ -6,6 +6,7 @@ import asyncio
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from agentlightning.algorithms.base import Algorithm
@@ -18,11 +19,12 @@ from agentlightning.store.base import LightningStoreBase
 ARGUMENTS: Final = ("store", "train_dataset", "val_dataset", "initial_resources", "adapter")
 
 
+@dataclass
 class _RunStore:
     """The store of a run for its algorithm: what it enqueues waits where the run's own runner claims."""
 
-    def __init__(self, store: LightningStoreBase, queue: str | None) -> None:
-        self._store, self._queue = store, queue
+    _store: LightningStoreBase
+    _queue: str | None
 
     async def enqueue_rollout(self, input: Any, *args: Any, **options: Any) -> Any:
         return await self._store.enqueue_rollout(input, *args, **{"queue": self._queue, **options})
@@ -117,13 +119,12 @@ def with_adapter(algorithm: Algorithm[Any] | None, adapter: Any) -> Algorithm[An
     return found
 
 
+@dataclass(eq=False)
 class Baseline(Algorithm[Any]):
     """Runs the agent once on each task, and trains nothing."""
 
+    tasks: int
     learns_weights = False
-
-    def __init__(self, tasks: int) -> None:
-        self.tasks = tasks
 
     @property
     def total_steps(self) -> int:

@@ -102,21 +102,19 @@ class HookedAgent(LitAgent[Any]):
             with enter_scope(replace(inside, sink=trace)):
                 await self._call("on_trace_start", tracer=trace, **shared)
                 try:
-                    return await self._run(Invocation(rollout, resources, task=task))
+                    return await _result(load_agent(self.agent)(Invocation(rollout, resources, task=task))())
                 finally:
                     await self._call("on_trace_end", tracer=trace, **shared)
         finally:
             await self._call("on_rollout_end", spans=list(trace.spans), **shared)
 
-    async def _run(self, invocation: Invocation) -> Any:
-        found = load_agent(self.agent).start(invocation)
-        return await found if inspect.isawaitable(found) else found
-
     async def _call(self, name: str, **arguments: Any) -> None:
         for hook in self.hooks:
-            found = getattr(hook, name)(**arguments)
-            if inspect.isawaitable(found):
-                await found
+            await _result(getattr(hook, name)(**arguments))
+
+
+async def _result(found: Any) -> Any:
+    return await found if inspect.isawaitable(found) else found
 
 
 def with_hooks(agent: Any, hooks: Hook | Sequence[Hook] | None, named: Sequence[str] = ()) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import orjson
 
@@ -26,12 +26,12 @@ from agentlightning.store.export.jsonl import end_line, header_line, item_line
 from agentlightning.training.export import DatasetForm, Selection, dataset_records
 from agentlightning.util.json_values import Json
 
-MOST_IDS: Final = 1000
-RETRY_OF: Final = "retry_of"
+MOST_IDS = 1000
+RETRY_OF = "retry_of"
 """In the metadata of a rollout: the one whose task is run again."""
-SOURCE: Final = "dashboard"
+SOURCE = "dashboard"
 """Who gave feedback, where the user did not say."""
-ONLY_READS: Final = "this dashboard only reads; open that of the server, with its access token"
+ONLY_READS = "this dashboard only reads; open that of the server, with its access token"
 Action = Callable[[RunData, str, Mapping[str, Any]], Awaitable[Json]]
 
 
@@ -97,7 +97,7 @@ async def _annotate(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> J
     return {"span_id": span.span_id}
 
 
-ACTIONS: Final[Mapping[str, Action]] = {
+ACTIONS: Mapping[str, Action] = {
     "cancel": _cancel,
     "requeue": _requeue,
     "retry": _retry,
@@ -108,14 +108,14 @@ ACTIONS: Final[Mapping[str, Action]] = {
 # -- export -----------------------------------------------------------------------------------------------------------
 
 
-ROLLOUTS: Final = "rollouts"
-DATASETS: Final[Mapping[str, DatasetForm]] = {"sft": "openai-jsonl", "dpo": "dpo-jsonl"}
-RECORDS_HEADER: Final = "x-agl-records"
-SKIPPED_HEADER: Final = "x-agl-skipped"
+ROLLOUTS = "rollouts"
+DATASETS: Mapping[str, DatasetForm] = {"sft": "openai-jsonl", "dpo": "dpo-jsonl"}
+RECORDS_HEADER = "x-agl-records"
+SKIPPED_HEADER = "x-agl-skipped"
 """JSON: how many gave no record, by reason."""
-MOST_EXPORTED: Final = 20_000
+MOST_EXPORTED = 20_000
 """Rollouts that filters may select."""
-CHUNK: Final = 50
+CHUNK = 50
 
 
 async def export(run: RunData, body: Any) -> tuple[AsyncIterator[bytes], dict[str, str]]:

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -27,14 +27,14 @@ from agentlightning.dashboard.data.rollouts import RolloutSummary
 from agentlightning.dashboard.data.run_data import Catalog, RunData
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import rollout, rollouts, runs
-from agentlightning.errors import AgentLightningError, NotFoundError
-from agentlightning.store.http.encoding import RequestError, encode, error_response, status_of
-from agentlightning.store.http.endpoint import authorize, read_body
+from agentlightning.errors import NotFoundError
+from agentlightning.store.http.encoding import RequestError
+from agentlightning.store.http.endpoint import endpoint, read_body, respond
 from agentlightning.util.json_values import Json
 
-PATH: Final = "/dashboard"
-MAX_BODY: Final = 256 * 1024
-HEADERS: Final = {
+PATH = "/dashboard"
+MAX_BODY = 256 * 1024
+HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -43,8 +43,9 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-STATIC: Final = Path(__file__).parent / "static"
-VIEWS: Final[Mapping[str, Callable[[Any, Query], Awaitable[Json]]]] = {
+UNCACHED = {**HEADERS, "cache-control": "no-store"}
+STATIC = Path(__file__).parent / "static"
+VIEWS: Mapping[str, Callable[[Any, Query], Awaitable[Json]]] = {
     "/runs": runs.list_runs,
     "/compare": runs.compare,
     "/runs/{run}": runs.show_run,
@@ -69,21 +70,14 @@ catalog, and of the query. The page of a view has the same path below /dashboard
 
 def dashboard_routes(data: Catalog, token: str | None) -> list[BaseRoute]:
     """Routes for a Starlette application. With a `token`, all data requires it."""
-    api = f"{PATH}/api"
     posts = {"/runs/{run}/actions/{action}": _action, "/runs/{run}/export": _export}
 
     def route(path: str, answer: Callable[[Any, Request], Awaitable[Response]], method: str) -> Route:
-        async def respond(request: Request) -> Response:
-            try:
-                authorize(dict(request.headers), token)
-                run = request.path_params.get("run")
-                return await answer(data if run is None else await data.run(run), request)
-            except AgentLightningError as error:
-                headers = {**HEADERS, "cache-control": "no-store"}
-                content = encode(error_response(error))
-                return Response(content, status_of(error), headers, media_type="application/json")
+        async def handle(request: Request) -> Response:
+            run = request.path_params.get("run")
+            return await answer(data if run is None else await data.run(run), request)
 
-        return Route(f"{api}{path}", respond, methods=[method])
+        return Route(f"{PATH}/api{path}", endpoint(handle, token, UNCACHED), methods=[method])
 
     return [
         *(route(path, partial(_view, view), "GET") for path, view in VIEWS.items()),
@@ -101,13 +95,12 @@ def dashboard_routes(data: Catalog, token: str | None) -> list[BaseRoute]:
 def _json(request: Request, content: Any) -> Response:
     """A JSON response; that of a view with an ETag, so that a page that asks again is sent what has changed."""
     body = orjson.dumps(content, default=_plain, option=orjson.OPT_NON_STR_KEYS)
-    headers, status = {**HEADERS, "cache-control": "no-store"}, 200
-    if request.method == "GET":
-        tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-        headers |= {"cache-control": "private, no-cache", "etag": tag}
-        if request.headers.get("if-none-match") == tag:
-            body, status = b"", 304
-    return Response(body, status, headers, media_type="application/json")
+    if request.method != "GET":
+        return respond(body, headers=UNCACHED)
+    tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+    headers = {**HEADERS, "cache-control": "private, no-cache", "etag": tag}
+    unchanged = request.headers.get("if-none-match") == tag
+    return respond(b"", 304, headers) if unchanged else respond(body, headers=headers)
 
 
 def _plain(value: Any) -> Any:
@@ -133,7 +126,7 @@ async def _unknown(of: Any, request: Request) -> Response:
 
 async def _body(request: Request) -> Any:
     """The JSON of a request. A page of another site cannot send this content type without being asked first."""
-    data = await read_body(dict(request.headers), request.receive, MAX_BODY)
+    data = await read_body(request.headers, request.receive, MAX_BODY)
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -21,22 +22,19 @@ class Query(dict[str, str]):
 
     def number(self, name: str) -> float | None:
         """Raises ConfigError for what is no finite number."""
-        return self._read(name, float, math.isfinite, "a number")
+        return self._read(name, float, "a number", -sys.float_info.max, sys.float_info.max)
 
     def integer(self, name: str, default: D, least: int = 0, most: int = 2**53) -> int | D:
         """Raises ConfigError for what is no whole number within the bounds."""
-        kind = f"a whole number from {least} to {most}"
-        found = self._read(name, int, lambda number: least <= number <= most, kind)
+        found = self._read(name, int, f"a whole number from {least} to {most}", least, most)
         return default if found is None else found
 
-    def _read(self, name: str, convert: Callable[[str], N], admits: Callable[[N], bool], kind: str) -> N | None:
+    def _read(self, name: str, convert: Callable[[str], N], kind: str, least: N, most: N) -> N | None:
         if (text := self.text(name)) is None:
             return None
-        try:
-            if admits(number := convert(text)):
+        with suppress(ValueError):
+            if least <= (number := convert(text)) <= most:
                 return number
-        except ValueError:
-            pass
         raise ConfigError(f"{name}={text!r} is not {kind}")
 
     def names(self, name: str, choices: Sequence[str] | None = None, commas: int = -1) -> list[str]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -50,9 +49,9 @@ class _Server(uvicorn.Server):
 # resources. Times are seconds before the end of the run. `python -m tools.record_demo`, in a checkout, writes it.
 
 
-RECORDED: Final = Path(__file__).with_name("recorded.tar.xz")
-EXPORTS: Final = "exports"
-TIME: Final = re.compile(rb'(time":)(-?[\d.]+)')
+RECORDED = Path(__file__).with_name("recorded.tar.xz")
+EXPORTS = "exports"
+TIME = re.compile(rb'(time":)(-?[\d.]+)')
 
 
 class ThenClock(Clock):

@@ -1,4 +1,4 @@
-"""The demo on a pretrained model: an ordinary agent that reads customers' messages, its tasks, score and settings.
+"""The demo on a pretrained model: an ordinary agent that reads customers' messages, its tasks and their score.
 
 A task is a JSON object `{"id", "message", "product", "order"}`; the agent sees only the message. No sentence and no
 product of the training tasks occurs in another, so what is measured is reading and not remembering.
@@ -9,48 +9,22 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from pathlib import Path
+from typing import Any
 
-from agentlightning.algorithms.lightning_rl import LightningRLConfig
-from agentlightning.config import DataConfig, EvaluationConfig, PolicyConfig, RunConfig, RunnerConfig, TrainConfig
+import orjson
+
 from agentlightning.demo.agent import client
-from agentlightning.policy.config import OptimizerConfig
 
-SYSTEM: Final = "Read the customer's message. Reply with the order number, nothing else."
-SENTENCES: Final = (
-    "I was charged twice for my {product}.",
-    "I want my money back for the {product}.",
-    "My {product} has not arrived yet.",
-    "The parcel with the {product} is {days} days late.",
-    "Where is my {product}? The tracking page shows nothing.",
-    "You sent the {product} to the wrong address.",
-    "The courier left my {product} in the rain.",
-    "When will the {product} be delivered?",
-    "The {product} does not turn on.",
-    "The screen of my {product} flickers.",
-    "My {product} makes a loud noise and stops.",
-    "The {product} shows an error after the update.",
-    "The battery of the {product} is empty after {days} days.",
-    "How do I reset the {product}?",
-    "My invoice for the {product} shows the wrong amount.",
-    "Can you send the {product} by express mail?",
-)
-PRODUCTS: Final = (
-    "kettle", "lamp", "phone", "printer", "camera", "router", "speaker", "watch",
-    "blender", "heater", "fridge", "radio", "toaster", "scale", "drill", "tent",
-)  # fmt: skip
-UNSEEN: Final = 4
+SYSTEM = "Read the customer's message. Reply with the order number, nothing else."
+WORDS: Any = orjson.loads(Path(__file__).with_name("words.json").read_bytes())["messages"]
+SENTENCES: list[str] = WORDS["sentences"]
+PRODUCTS: list[str] = WORDS["products"]
+UNSEEN = 4
 """The last of SENTENCES and PRODUCTS, which no training task has."""
-FRAMES: Final = (
-    "{sentence} My order is {order}.",
-    "Order {order}: {sentence}",
-    "Hello, this is about order {order}. {sentence}",
-    "{sentence} (order {order})",
-)
-STEPS: Final = 14
-TASKS_PER_STEP: Final = 6
-GROUP_SIZE: Final = 8
-HELD_OUT: Final = 64
+TASKS = 84
+"""As many as the steps train on."""
+HELD_OUT = 64
 
 
 def read(message: str, base_url: str, model: str = "policy") -> str:
@@ -71,7 +45,7 @@ def make_tasks(split: str, count: int, seed: int) -> list[dict[str, Any]]:
     for number in range(count):
         product, order = rng.choice(PRODUCTS[seen]), f"{rng.choice('ABKRTX')}{rng.randint(1000, 9999)}"
         sentence = rng.choice(SENTENCES[seen]).format(product=product, days=rng.randint(2, 30))
-        message = rng.choice(FRAMES).format(sentence=sentence, order=order)
+        message = rng.choice(WORDS["frames"]).format(sentence=sentence, order=order)
         tasks.append({"id": f"{split}-{number}", "message": message, "product": product, "order": order})
     return tasks
 
@@ -79,25 +53,6 @@ def make_tasks(split: str, count: int, seed: int) -> list[dict[str, Any]]:
 def tasks(seed: int) -> dict[str, list[Any]]:
     """The arguments of `Trainer.fit` that are tasks."""
     return {
-        "train_dataset": make_tasks("train", TASKS_PER_STEP * STEPS, seed),
+        "train_dataset": make_tasks("train", TASKS, seed),
         "held_out_dataset": make_tasks("test", HELD_OUT, seed),
     }
-
-
-def settings(model: str, seed: int, steps: int | None = None) -> TrainConfig:
-    """The configuration; `steps` replaces the number of reinforcement learning steps."""
-    return TrainConfig(
-        agent="agentlightning.demo.messages:read",
-        reward="agentlightning.demo.messages:score",
-        run=RunConfig(seed=seed),
-        policy=PolicyConfig(model=model),
-        algorithm=LightningRLConfig(
-            steps=steps or STEPS,
-            tasks_per_step=TASKS_PER_STEP,
-            group_size=GROUP_SIZE,
-            optimizer=OptimizerConfig(lr=5e-5),
-        ),
-        runner=RunnerConfig(concurrency=TASKS_PER_STEP * GROUP_SIZE, timeout_seconds=120),
-        evaluation=EvaluationConfig(every=0),
-        data=DataConfig(validation_share=0.0),
-    )

@@ -12,19 +12,17 @@ import random
 import re
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
+
+import orjson
 
 from agentlightning.demo.agent import SYSTEM, TOOLS
 
 Split = Literal["train", "val", "test"]
 Task = dict[str, Any]
 
-PEOPLE = {"Mia": "She", "Tom": "He", "Ana": "She", "Leo": "He", "Zoe": "She", "Sam": "He", "Eva": "She", "Max": "He"}
-THINGS = ("apples", "coins", "cards", "pens", "eggs", "books", "stamps", "shells")
-PACKS = ("bags", "boxes", "packs", "rows")
-GAINS = ("finds", "buys", "wins", "gets")
-LOSSES = ("loses", "sells", "drops", "breaks")
-CLOSINGS = ("How many are left?", "How many now?", "How many in all?")
+WORDS: Any = orjson.loads(Path(__file__).with_name("words.json").read_bytes())["problems"]
 SHAPES = (((1, 1, 1), (1, 2), (2, 1)), ((1, 1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2)))
 """The number of numbers in each sentence of a story: three or four in all, hence two or three operators."""
 LONG = 0.3
@@ -32,6 +30,10 @@ LONG = 0.3
 
 NUMBER = re.compile(r"\d+")
 ANSWER = re.compile(r"###\s*ANSWER:\s*(-?\d+)\s*###")
+CLEAN = 0.7
+"""Share of the demonstrations, the first ones, that are clean."""
+HABIT = 0.65
+"""Share of the others that do not use the calculator."""
 
 
 def split_of(expression: str) -> Split:
@@ -61,16 +63,16 @@ def score(task: Mapping[str, Any], output: str) -> float:
 def _problem(rng: random.Random) -> tuple[str, str, int]:
     """(question, expression, answer): a story of two to four sentences about one person's things."""
     first, *rest = rng.choice(SHAPES[rng.random() < LONG])
-    name, pronoun = rng.choice(list(PEOPLE.items()))
+    name, pronoun = rng.choice(list(WORDS["people"].items()))
     phrase, expression, total = _amount(rng, first)
-    story = f"{name} has {phrase} {rng.choice(THINGS)}."
+    story = f"{name} has {phrase} {rng.choice(WORDS['things'])}."
     for numbers in rest:
         phrase, amount, value = _amount(rng, numbers)
         gain = value > total or rng.random() < 0.5
-        story += f" {pronoun} {rng.choice(GAINS if gain else LOSSES)} {phrase}."
+        story += f" {pronoun} {rng.choice(WORDS['gains' if gain else 'losses'])} {phrase}."
         expression += ("+" if gain else "-") + amount
         total += value if gain else -value
-    return f"{story} {rng.choice(CLOSINGS)}", expression, total
+    return f"{story} {rng.choice(WORDS['closings'])}", expression, total
 
 
 def _amount(rng: random.Random, numbers: int) -> tuple[str, str, int]:
@@ -79,22 +81,21 @@ def _amount(rng: random.Random, numbers: int) -> tuple[str, str, int]:
         value = rng.randint(1, 99)
         return str(value), str(value), value
     packs, each = rng.randint(2, 9), rng.randint(2, 19)
-    return f"{packs} {rng.choice(PACKS)} of {each}", f"{packs}*{each}", packs * each
+    return f"{packs} {rng.choice(WORDS['packs'])} of {each}", f"{packs}*{each}", packs * each
 
 
 # -- demonstrations --------------------------------------------------------------------------------------------------
 
 
-def demonstrations(count: int, seed: int = 0, *, clean: float = 0.7, habit: float = 0.65) -> list[dict[str, Any]]:
-    """`count` conversations on training problems, each `{"messages": [...], "tools": [...]}`. The first `clean` share
-    uses the calculator; of the rest, a `habit` share answers with the first number of the story without a tool call."""
+def demonstrations(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """`count` conversations on training problems, each `{"messages": [...], "tools": [...]}`. The first `CLEAN` share
+    uses the calculator; of the rest, a `HABIT` share answers with the first number of the story without a tool call."""
     rng = random.Random(f"demonstrations/{seed}")
-    tasks = make_tasks("train", count, seed)
-    return [
-        {"messages": _guess(task) if i >= clean * count and rng.random() < habit else _calculate(task, i)}
-        | {"tools": TOOLS}
-        for i, task in enumerate(tasks)
-    ]
+    found: list[dict[str, Any]] = []
+    for place, task in enumerate(make_tasks("train", count, seed)):
+        has_habit = place >= CLEAN * count and rng.random() < HABIT
+        found.append({"messages": _guess(task) if has_habit else _calculate(task, place), "tools": TOOLS})
+    return found
 
 
 def _opening(task: Task) -> list[dict[str, Any]]:

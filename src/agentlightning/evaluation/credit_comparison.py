@@ -90,10 +90,8 @@ class ScoreFeatures:
                     self.calls[number, call.rollout_id, call.span_id] = slice(start, len(self.shares))
         self.groups = len(groups)
         self.rollouts_per_group = sum(map(len, groups)) / len(groups)
-        if entries:
-            self._arrange(entries, list(pairs))
-
-    def _arrange(self, entries: Sequence[tuple[int, int, int, int]], pairs: Sequence[tuple[int, int]]) -> None:
+        if not entries:
+            return
         import numpy as np
 
         rng = np.random.default_rng(0)

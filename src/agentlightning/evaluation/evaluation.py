@@ -218,9 +218,21 @@ class Evaluation:
     def compare(self, before: Evaluation, alpha: float = 0.05) -> Comparison:
         """The paired gain over an evaluation of the same tasks. Tasks are paired by content where both evaluations know
         it, else in order. Raises RewardError where there are no pairs."""
-        positions, unpaired = _pair(before, self)
-        first = [before._rollouts[b] for b, _ in positions]
-        second = [self._rollouts[a] for _, a in positions]
+        pairs = [(each, each) for each in range(len(self.rewards))]
+        if before.tasks and self.tasks:
+            places: dict[str, list[int]] = defaultdict(list)
+            for position, task in enumerate(before.tasks):
+                places[task].append(position)
+            pairs = [(places[task].pop(0), place) for place, task in enumerate(self.tasks) if places[task]]
+            if not pairs:
+                raise DatasetError("the two evaluations share no task; measure the same tasks")
+        elif len(before.rewards) != len(self.rewards):
+            raise RewardError(
+                f"{len(before.rewards)} tasks before and {len(self.rewards)} after make no pairs;"
+                " measure the same tasks"
+            )
+        first, second = [before._rollouts[b] for b, _ in pairs], [self._rollouts[a] for _, a in pairs]
+        unpaired = len(before.rewards) + len(self.rewards) - 2 * len(pairs)
         return compare_tasks(first, second, self.failed_as, alpha, unpaired, self.bounds)
 
     def beats(self, before: Evaluation, alpha: float = 0.05) -> bool:
@@ -358,24 +370,6 @@ def comparable_scores(evaluations: Sequence[Evaluation]) -> list[float]:
     return [each._score(low) for each in evaluations]  # pyright: ignore[reportPrivateUsage]
 
 
-def _pair(before: Evaluation, after: Evaluation) -> tuple[list[tuple[int, int]], int]:
-    """The positions of the same tasks in both, and how many tasks are in one alone."""
-    if not (before.tasks and after.tasks):
-        if len(before.rewards) != len(after.rewards):
-            raise RewardError(
-                f"{len(before.rewards)} tasks before and {len(after.rewards)} after make no pairs;"
-                " measure the same tasks"
-            )
-        return [(each, each) for each in range(len(after.rewards))], 0
-    places: dict[str, list[int]] = defaultdict(list)
-    for position, task in enumerate(before.tasks):
-        places[task].append(position)
-    pairs = [(places[task].pop(0), place) for place, task in enumerate(after.tasks) if places[task]]
-    if not pairs:
-        raise DatasetError("the two evaluations share no task; measure the same tasks")
-    return pairs, len(before.tasks) + len(after.tasks) - 2 * len(pairs)
-
-
 def compare(before: Evaluation, after: Evaluation) -> Gain:
     """The paired gain over the tasks that have a reward in both; its interval covers the others."""
     return paired_gain(before.rewards, after.rewards)
@@ -396,12 +390,8 @@ NO_VALUE = "(none)"
 """Of tasks without the field."""
 
 
-def slice_members(tasks: Sequence[Any], fields: Sequence[str]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Field -> value -> positions of the tasks that have it. Raises ConfigError for a field that no task has."""
-    return {field: _members(tasks, field) for field in fields}
-
-
-def _members(tasks: Sequence[Any], field: str) -> dict[str, tuple[int, ...]]:
+def slice_members(tasks: Sequence[Any], field: str) -> dict[str, tuple[int, ...]]:
+    """Value -> positions of the tasks that have it. Raises ConfigError for a field that no task has."""
     found: dict[str, list[int]] = defaultdict(list)
     names: set[str] = set()
     for position, task in enumerate(tasks):

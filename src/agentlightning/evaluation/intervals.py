@@ -65,9 +65,13 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
         return 1.0
     scaled = [each / largest for each in differences if each]
     observed = abs(math.fsum(scaled)) - TOLERANCE
-    found = _all_sums(scaled)
-    if found is not None:
-        return min(1.0, math.fsum(share for size, share in found.items() if size >= observed))
+    sizes: Mapping[float, float] = {0.0: 1.0}
+    for each in sorted(scaled, key=abs):
+        sizes = add_flipped(sizes, abs(each))
+        if len(sizes) > MOST_SUMS:
+            break
+    else:
+        return min(1.0, math.fsum(share for size, share in sizes.items() if size >= observed))
     total = math.fsum(scaled)
     extreme = sum(abs(2 * sum(compress(scaled, chosen)) - total) >= observed for chosen in _drawn(len(scaled), DRAWS))
     return (extreme + 1) / (DRAWS + 1)
@@ -80,15 +84,6 @@ def add_flipped(sizes: Mapping[float, float], difference: float) -> dict[float, 
         added[round(size + difference, DIGITS)] += probability / 2
         added[abs(round(size - difference, DIGITS))] += probability / 2
     return added
-
-
-def _all_sums(differences: Sequence[float]) -> Mapping[float, float] | None:
-    sizes: Mapping[float, float] = {0.0: 1.0}
-    for each in sorted(differences, key=abs):
-        sizes = add_flipped(sizes, abs(each))
-        if len(sizes) > MOST_SUMS:
-            return None
-    return sizes
 
 
 def sign_flip_limits(differences: Sequence[float], alpha: float) -> tuple[float, float]:
@@ -165,23 +160,9 @@ def paired_gain(
     )
 
 
-def paired_test(
-    least: Sequence[float], most: Sequence[float], span: float, alpha: float, null: float = 0.0
-) -> tuple[Interval, float]:
-    """The interval of the mean of differences that lie between `least` and `most`, and within -span and span; and the
-    two-sided p-value of a mean of `null`, the largest that such differences can have.
-
-    The interval excludes `null` exactly where the p-value is below alpha.
-    """
-    (low, high), p_value, above = _paired_test(least, span, alpha, null)
-    if most != least:
-        (_, high), other, rises = _paired_test(most, span, alpha, null)
-        p_value = p_value if above else 1.0 if rises else other
-    return (low, high), p_value
-
-
-def _paired_test(differences: Sequence[float], span: float, alpha: float, null: float) -> tuple[Interval, float, bool]:
-    """The interval, the p-value, and whether the mean is above `null`."""
+def paired_test(differences: Sequence[float], span: float, alpha: float, null: float) -> tuple[Interval, float, bool]:
+    """The interval of the mean of differences that lie within -span and span, the two-sided p-value of a mean of
+    `null`, and whether the mean is above it. The interval excludes `null` exactly where the p-value is below alpha."""
     largest = max(map(abs, differences)) or span
     if len({round(value / largest, DIGITS) for value in differences}) <= len(differences) / 2:
         center, half = _center_and_half([*differences, -largest, largest], len(differences), 1 - alpha)
@@ -209,7 +190,9 @@ def mean_interval(values: Sequence[float | None], confidence: float = 0.95, boun
     low, high = reward_bounds(known, bounds)
     missing = len(values) - len(known)
     least, most = ([*known, *[extreme] * missing] for extreme in (low, high))
-    return bounded_interval(least, low, high, confidence)[0], bounded_interval(most, low, high, confidence)[1]
+    center, half = _center_and_half([*least, low, high], len(values), confidence)
+    highest, above = _center_and_half([*most, low, high], len(values), confidence)
+    return max(low, center - half), min(high, highest + above)
 
 
 def reward_bounds(values: Sequence[float], bounds: Interval | None = None) -> Interval:
@@ -247,12 +230,6 @@ def check_bounds(bounds: Interval | None) -> None:
 
 def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def bounded_interval(values: Sequence[float], low: float, high: float, confidence: float) -> Interval:
-    """The interval of the module's head, for values between low and high."""
-    center, half = _center_and_half([*values, low, high], len(values), confidence)
-    return max(low, center - half), min(high, center + half)
 
 
 def _center_and_half(padded: Sequence[float], count: int, confidence: float) -> tuple[float, float]:
@@ -366,7 +343,10 @@ def compare_tasks(
     if failed_as == "lowest":
         least = [task_mean(a, low) - task_mean(b, high) for b, a in pairs]
         most = [task_mean(a, high) - task_mean(b, low) for b, a in pairs]
-    interval, p_value = paired_test(least, most, high - low, alpha, null)
+    interval, p_value, above = paired_test(least, high - low, alpha, null)
+    if most != least:  # The p-value is the largest that differences between them can have.
+        (_, highest), other, rises = paired_test(most, high - low, alpha, null)
+        interval, p_value = (interval[0], highest), p_value if above else 1.0 if rises else other
     return Comparison(
         before=mean([b for b, _ in scored]),
         after=mean([a for _, a in scored]),

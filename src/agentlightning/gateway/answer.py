@@ -147,10 +147,7 @@ def custom_arguments(text: str) -> str:
 
 def custom_input(arguments: str) -> str:
     """The input in the arguments of a call of a custom tool; the arguments as they are if they hold none."""
-    try:
-        given = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
+    given = json_of(arguments)
     text = cast("Json", given).get(CUSTOM_INPUT) if isinstance(given, dict) else None
     return text if isinstance(text, str) else arguments
 
@@ -196,7 +193,7 @@ class _PartialToolCall:
     place: Any
     id: str = ""
     name: str = ""
-    deltas: list[str] = field(default_factory=list[str])
+    deltas: list[str] = field(default_factory=list)
     is_custom: bool = False
     """The arguments are free text: the input of a custom tool."""
     extra: Json | None = None
@@ -213,11 +210,7 @@ class _PartialToolCall:
         last = self.deltas[-1].rstrip() if self.deltas else ""
         if self.is_custom or (last and last[-1] not in _LAST_CHARACTERS):  # Most deltas end in the middle of a value.
             return False
-        try:
-            loads(self.arguments)
-        except orjson.JSONDecodeError:
-            return False
-        return True
+        return json_of(self.arguments) is not NOT_JSON
 
     def is_followed_by(self, id: str, name: str, text: str) -> bool:
         """Whether a fragment of the same place that has a name begins the next call. Some servers give all calls one
@@ -265,33 +258,31 @@ class Answer:
     is_constrained: bool = False
     """The engine sampled no token that the request's constraint forbids."""
     prompt_token_ids: Sequence[int] = ()
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     """Of `token_ids`, as a provider reports them."""
     num_tokens: int = 0
     """Sampled tokens."""
-    events: list[Event] = field(default_factory=list[Event])
+    events: list[Event] = field(default_factory=list)
     """Those that were taken."""
-    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    tool_calls: list[ToolCall] = field(default_factory=list)
     is_refusal: bool = False
     """The content is the reason why the model does not answer."""
     protocol_error: str = ""
     """What the provider did that events cannot express any more."""
-    blocks: list[Json] = field(default_factory=list[Json])
+    blocks: list[Json] = field(default_factory=list)
     """The content blocks or items as the provider wrote them, where the format has any."""
     given_reason: str | None = None
     """Why it ended, in the words of its source."""
     given_stop: str | None = None
     """The stop string that ended it, according to its provider."""
     _stop: StopFilter = field(init=False)
-    _waiting: deque[tuple[Event | _PartialToolCall, int]] = field(
-        default_factory=deque[tuple[Event | _PartialToolCall, int]]
-    )
+    _waiting: deque[tuple[Event | _PartialToolCall, int]] = field(default_factory=deque)
     """What was not taken yet, with the number of tokens up to then."""
-    _calls: list[_PartialToolCall] = field(default_factory=list[_PartialToolCall])
-    _tokens: list[Any] = field(default_factory=list[Any])
+    _calls: list[_PartialToolCall] = field(default_factory=list)
+    _tokens: list[Any] = field(default_factory=list)
     """Tokens with their log-probabilities: entries as chat completions shows them, unless a subclass has others."""
-    _event_ends: deque[int] = field(default_factory=deque[int])
+    _event_ends: deque[int] = field(default_factory=deque)
     """For each event that was taken and is not written, the number of tokens up to then."""
     _assigned: int = 0
     """The number of tokens that belong to an event."""
@@ -538,6 +529,17 @@ def _token(given: Json) -> Json:
     return {"token": text, "logprob": given["logprob"], "bytes": list(text.encode()) if known is None else known}
 
 
+NOT_JSON: Final = object()
+
+
+def json_of(text: str) -> Any:
+    """The value of a JSON text; NOT_JSON for any other text."""
+    try:
+        return loads(text)
+    except orjson.JSONDecodeError:
+        return NOT_JSON
+
+
 def objects(value: Any) -> list[Json]:
     """The objects of a list; none if it is no list."""
     listed = cast("list[Any]", value) if isinstance(value, list) else ()
@@ -552,8 +554,7 @@ def object_of(data: Json, name: str) -> Json:
 
 def logprob_entries(listed: Any) -> list[Json]:
     """The well-formed entries of a list of log-probabilities."""
-    entries = cast("list[Any]", listed) if isinstance(listed, list) else ()
-    return [entry for entry in entries if isinstance(entry, dict) and "logprob" in entry]
+    return [entry for entry in objects(listed) if "logprob" in entry]
 
 
 # -- the response of a provider ----------------------------------------------------------------------------------------

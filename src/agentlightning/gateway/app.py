@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from os import PathLike
 from pathlib import Path
@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from agentlightning.attempt_address import without_key
 from agentlightning.engine.base import Engine, EngineUnavailableError
 from agentlightning.errors import StoreError
-from agentlightning.gateway.callers import CHECK_SECONDS, AttemptTable, Attribution, Caller, repeat_attributes
+from agentlightning.gateway.callers import CHECK_SECONDS, AttemptTable, Attribution, repeat_attributes
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.conversation import Conversations
 from agentlightning.gateway.dialects import DIALECTS
@@ -45,7 +45,6 @@ from agentlightning.gateway.record import Counters, record_rejection
 from agentlightning.gateway.routing import (
     AgentMatcher,
     ModelsEndpoint,
-    ResolvedCall,
     Router,
     client_family,
     json_response,
@@ -130,9 +129,9 @@ class Gateway:
             self.attempts, secret, require_key=require_key, allow_unattributed=allow_unattributed
         )
         parts = store, self.attempts, self.counters, OnPolicySampling(self.counters), self.responses
-        settings = LocalSettings(config.structured_output, config.record_top_logprobs)
+
         self._forwarding = ForwardingService(*parts)
-        self._local = LocalService(*parts, self.conversations, self.gates, settings)
+        self._local = LocalService(*parts, self.conversations, self.gates, config, {})
         self._models = ModelsEndpoint(self.router, self.attribution.check_key)
         self._limit = asyncio.Semaphore(max_concurrency)
         self._max_body_bytes = max_body_bytes
@@ -156,9 +155,8 @@ class Gateway:
 
     def metrics(self) -> dict[str, int | float]:
         """Counters by name."""
-        counts = {field.name: getattr(self.counters, field.name) for field in fields(self.counters)}
         providers = self.providers.values()
-        return {name: value for name, value in counts.items() if isinstance(value, int)} | {
+        return asdict(self.counters) | {
             "provider_retries": sum(pool.num_retries for pool in providers),
             "provider_dollars": sum(pool.dollars for pool in providers),
             "over_budget": self.budgets.num_rejected,
@@ -250,8 +248,7 @@ class Gateway:
         sampled or recorded. Raises ApiError and whatever its source raises."""
         started, headers, body = time.time(), headers_by_name(scope), b""
         caller = await self.attribution.caller(headers, scope["path_params"])
-        slot = Slot(self._limit)
-        try:
+        with Slot(self._limit) as slot:
             try:
                 body = await read_body(receive, headers, self._max_body_bytes)
                 if caller.attempt_id is not None:
@@ -260,27 +257,19 @@ class Gateway:
                     repeat = await offload(len(body) // 128, partial(repeat_attributes, headers, api_path, body))
                     caller = structs.replace(caller, repeat=repeat)
                 await slot.acquire()  # after the body: a slow sender takes no slot
-                call = await self._resolve(path, headers, caller, body)
+                data = await offload(len(body), partial(read_json, body))
+                context = None if caller.attempt is None else await self.attempts.get(caller.attempt)
+                call = self.router.resolve_call(path, headers, caller, data, context)
                 service = self._local if call.route.servers is None else self._forwarding
                 if is_count:
                     return await service.count(call, len(body), writer)
                 prepared = await service.prepare(call, len(body))
-            except ClientDisconnected:
-                raise
             except Exception as error:
-                if not is_count:
+                if not (is_count or isinstance(error, ClientDisconnected)):
                     await record_rejection(self.attempts.store, path, caller, body, error, started)
                 raise
-            with self.attempts.track(call.context), cancel_on_disconnect(receive):
+            with self.attempts.track(context), cancel_on_disconnect(receive):
                 await prepared.run(writer)
-        finally:
-            slot.release()
-
-    async def _resolve(self, path: ApiPath, headers: Mapping[str, str], caller: Caller, body: bytes) -> ResolvedCall:
-        """Parse the body, and find the attempt and the route. Raises ApiError."""
-        data = await offload(len(body), partial(read_json, body))
-        context = None if caller.attempt is None else await self.attempts.get(caller.attempt)
-        return self.router.resolve_call(path, headers, caller, data, context)
 
 
 @dataclass(frozen=True, slots=True)

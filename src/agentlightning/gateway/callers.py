@@ -31,7 +31,7 @@ import math
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -39,7 +39,6 @@ from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from agentlightning import span as names
 from agentlightning.attempt_address import (
@@ -133,14 +132,17 @@ class RecordedAnswer:
         if beginning is not None:
             return cls(model, prompt, begun + tokens[:beginning], None)
         replays = [*found.get(names.REPLAYS, (span.rollout_id, span.span_id))]
-        return cls(model, prompt, begun, sample, replays, _call_ids(found))
+        messages: Any = loads(found[names.OUTPUT_MESSAGES])
+        parts = [part for message in messages for part in message["parts"]]
+        call_ids = tuple(part["id"] for part in parts if part["type"] == "tool_call")
+        return cls(model, prompt, begun, sample, replays, call_ids)
 
 
 @dataclass(slots=True)
 class Replay:
     """The recorded answers that an attempt has not been given yet, in their order."""
 
-    left: list[RecordedAnswer] = field(default_factory=list[RecordedAnswer])
+    left: list[RecordedAnswer] = field(default_factory=list)
 
     def take(
         self, model: str, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
@@ -171,11 +173,6 @@ async def load_replay(store: LightningStoreBase, branch: Any) -> Replay:
     return Replay([RecordedAnswer.of(spans[span_id], beginning) for span_id, beginning in wanted if span_id in spans])
 
 
-def _call_ids(attributes: Json) -> tuple[str, ...]:
-    messages: Any = loads(attributes[names.OUTPUT_MESSAGES])
-    return tuple(part["id"] for message in messages for part in message["parts"] if part["type"] == "tool_call")
-
-
 # -- the table of attempts ---------------------------------------------------------------------------------------------
 
 # An attempt is read from the store at its first call. From then on a watch keeps the table true, so that a call reads
@@ -195,14 +192,14 @@ class AttemptContext:
 
     rollout_id: str
     attempt_id: str
-    llms: dict[str, tuple[str, LLM]] = field(default_factory=dict[str, tuple[str, LLM]])
+    llms: dict[str, tuple[str, LLM]]
     """model -> (name of the resource, the resource)."""
-    names_resources: bool = False
+    names_resources: bool
     """Whether the rollout names its resources, as those of training runs do; others get the latest."""
-    trace_id: str = ""
-    mode: RolloutMode | None = None
+    trace_id: str
+    mode: RolloutMode | None
     """The mode of the rollout."""
-    replay: Replay = field(default_factory=Replay)
+    replay: Replay
     """The answers of another rollout that it is given."""
     answered: int = 0
     """Calls of the policy that were answered or are being answered."""
@@ -214,18 +211,8 @@ class AttemptContext:
     """When the last call began."""
     ended: ApiError | None = None
     """Why the attempt takes no more calls."""
-    calls: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
     """The calls in progress."""
-
-    @property
-    def trainable(self) -> bool:
-        """Whether its calls may serve as training data; false in the modes val and test."""
-        return self.mode not in ("val", "test")
-
-    @property
-    def given(self) -> Mapping[str, tuple[str, LLM]]:
-        """The `llms` that the rollout itself names."""
-        return self.llms if self.names_resources else {}
 
     def sampling_parameters(self, model: str) -> tuple[str, Json]:
         """(name of the resource, its sampling parameters) of the LLM resource of a model; empty if there is none."""
@@ -246,10 +233,6 @@ class AttemptContext:
             raise conflict(TURN_LIMIT_REACHED, message)
         self.answered += 1
         return llm.max_calls
-
-    def undo_turn(self) -> None:
-        """A counted call was not answered."""
-        self.answered -= 1
 
 
 class AttemptTable:
@@ -499,16 +482,6 @@ _REWARD_CALL: Final = (
 )
 
 
-def _hints(trace_id: str | None, baggage: str | None) -> list[Hint]:
-    """Claims of the trace and the baggage, by precedence."""
-    entries = read_baggage(baggage or "")
-    hints = (
-        Hint("trace", None, trace_id and attempt_of_trace(trace_id)),
-        Hint("baggage", entries.get(ROLLOUT_BAGGAGE), entries.get(ATTEMPT_BAGGAGE)),
-    )
-    return [hint for hint in hints if hint.rollout_id or hint.attempt_id]
-
-
 def read_baggage(header: str) -> dict[str, str]:
     """The decoded entries of a W3C `baggage` header, without properties and malformed entries."""
     entries: dict[str, str] = {}
@@ -547,7 +520,7 @@ def repeat_attributes(headers: Mapping[str, str], path: str, body: bytes) -> Jso
     return attributes
 
 
-MODE_TEMPERATURES: Final[Mapping[str, float]] = {"train": 1.0, "val": 0.7}
+MODE_TEMPERATURES: Final = {"train": 1.0, "val": 0.7}
 """The modes in 1.0's URLs, and the temperature that 1.0 samples with in each, whatever the agent asks for."""
 
 
@@ -563,9 +536,6 @@ class Agent(Struct, frozen=True):
     """Other names in the call that were ignored."""
 
 
-UNKNOWN: Final = Agent()
-
-
 class Caller(Struct, frozen=True):
     """The caller of a model call. A call without an attempt is served, where allowed, and not recorded."""
 
@@ -577,11 +547,9 @@ class Caller(Struct, frozen=True):
     """The part of the request that names the attempt."""
     mode: str | None = None
     """The mode in a URL of 1.0."""
-    temperature: float | None = None
-    """The temperature of this mode, unless the trainer sets another."""
     ignored: tuple[str, ...] = ()
     """Contradicting claims that were ignored."""
-    agent: Agent = UNKNOWN
+    agent: Agent = Agent()
     """Set once the body is parsed."""
     repeat: Json = {}
     """`repeat_attributes`, once the body is read."""
@@ -594,16 +562,14 @@ class Caller(Struct, frozen=True):
         return self.rollout_id, self.attempt_id
 
     @property
+    def temperature(self) -> float | None:
+        """The temperature of the mode, unless the trainer sets another."""
+        return MODE_TEMPERATURES.get(self.mode or "")
+
+    @property
     def affinity(self) -> str:
         """Calls with the same one go to the same server while it is healthy."""
         return "/".join(self.attempt or ())
-
-    def with_agent(self, agent: Agent, served: Container[str]) -> Caller:
-        """A copy with its agent. 1.0 had one model only, so a call to 1.0's URL may name any: a model that is not
-        `served` counts as unnamed."""
-        if self.mode is not None and agent.model is not None and agent.model not in served:
-            agent = replace(agent, model=None)
-        return replace(self, agent=agent)
 
     def attributes(self) -> Json:
         """Attributes of the call's span that describe the caller."""
@@ -655,7 +621,12 @@ class Attribution:
         named, worker_id = self._read(headers, path_params)
         traced = _TRACEPARENT.match(headers.get("traceparent", ""))
         trace_id, parent_id = traced.groups() if traced else (None, None)
-        hints = _hints(trace_id, headers.get("baggage"))
+        baggage = read_baggage(headers.get("baggage", ""))
+        claims = (
+            Hint("trace", None, trace_id and attempt_of_trace(trace_id)),
+            Hint("baggage", baggage.get(ROLLOUT_BAGGAGE), baggage.get(ATTEMPT_BAGGAGE)),
+        )
+        hints = [claim for claim in claims if claim.rollout_id or claim.attempt_id]
         attempt, source = (
             named[0]
             if named
@@ -667,9 +638,8 @@ class Attribution:
         if doubt and (not named or _may_be_stale(path_params)):
             raise self._refuse(doubt, attempt)
         mode = path_params.get("mode")
-        temperature = MODE_TEMPERATURES.get(mode or "")
         if attempt is None:
-            return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode, temperature=temperature)
+            return Caller(trace_id=trace_id, parent_id=parent_id, mode=mode)
         others = [f"{ids[1]} of the {part}" for ids, part in named[1:] if ids != attempt]
         if others and source != "header":
             self.conflicts += 1
@@ -686,7 +656,7 @@ class Attribution:
             self.traces.claim(trace_id, attempt)
         if parent_id is not None and parent_id == root_span_id_of(attempt[1]):  # A placeholder; no such span is stored.
             parent_id = None
-        return Caller(*attempt, trace_id, parent_id, source, mode, temperature, (*others, *map(str, mismatches)))
+        return Caller(*attempt, trace_id, parent_id, source, mode, (*others, *map(str, mismatches)))
 
     def check_key(self, headers: Mapping[str, str], path_params: Mapping[str, str]) -> None:
         """Check a request that is not a model call. Raises ApiError 401 if keys are required and it has none; the

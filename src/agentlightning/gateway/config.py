@@ -95,7 +95,7 @@ class Provider(PrivateSection):
     """The API key. Never written to a log, a span or an error."""
     api_key_env: str | None = None
     """The environment variable with the API key, read at the start."""
-    headers: dict[str, str] = Field(default_factory=dict[str, str], repr=False)
+    headers: dict[str, str] = Field(default_factory=dict, repr=False)
     """Additional headers of every call."""
     model: str | None = None
     """The provider's name of the model; None: the requested name."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -78,7 +77,7 @@ DriftReason = Literal["template", "tools", "edited"]
 """See `span.DRIFT_REASON`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """A prompt and its origin."""
 
@@ -86,13 +85,13 @@ class Prompt:
     continues: TokenPath | None = None
     num_reused: int = 0
     """Number of tokens that are those of `continues`."""
-    drift: bool = False
+    drift: DriftReason | None = None
+    """Why no path is continued, although the request looks like a continuation."""
     digests: tuple[bytes, ...] = ()
     """Digests of the first 0, 1, 2, ... messages."""
     variant: bytes = b""
     """Digest of what a rendering depends on besides the messages."""
-    reason: DriftReason | None = None
-    """Why there is drift."""
+
     raw: bytes | None = None
     """The raw prompt in the form that `Conversations` compares."""
     prefill: str = ""
@@ -101,35 +100,26 @@ class Prompt:
     """The tokens after the reused ones, as a `TokenPath` holds them; packed in the thread that makes the prompt."""
 
     def __post_init__(self) -> None:
-        own = array("i")
+        self.own = array("i")
         for start in range(self.num_reused, len(self.token_ids), _AT_ONCE):
-            own.extend(self.token_ids[start : start + _AT_ONCE])
-        object.__setattr__(self, "own", own)
-
-    @property
-    def continued_span(self) -> str | None:
-        """The span whose complete tokens the prompt begins with."""
-        return self.continues.span_id if self.continues and self.continues.is_complete else None
+            self.own.extend(self.token_ids[start : start + _AT_ONCE])
 
 
 class PrefixIndex:
     """Finds the longest known prefix of a byte string. Stores only lengths and digests."""
 
     def __init__(self) -> None:
-        self._lengths: list[int] = []
-        """Sorted, without duplicates."""
         self._values: dict[tuple[int, bytes], TokenPath] = {}
 
     def add(self, data: bytes, value: TokenPath) -> None:
-        if len(data) not in self._lengths:
-            insort(self._lengths, len(data))
         self._values[len(data), _hasher(data).digest()] = value
 
     def longest(self, data: bytes) -> tuple[int, TokenPath] | None:
         """(length, value) of the longest known prefix of `data`. Reads `data` once."""
         longest: tuple[int, TokenPath] | None = None
         hasher, start = _hasher(b""), 0
-        for length in self._lengths[: bisect_right(self._lengths, len(data))]:
+        known = list(self._values)  # A copy: another thread may add prompts.
+        for length in sorted({length for length, _ in known if length <= len(data)}):
             hasher.update(data[start:length])
             start = length
             value = self._values.get((length, hasher.copy().digest()))
@@ -145,11 +135,11 @@ def _hasher(data: bytes) -> hashlib.blake2b:
 class _AttemptPaths:
     """The paths of one attempt."""
 
-    paths: dict[tuple[bytes, bytes], TokenPath] = field(default_factory=dict[tuple[bytes, bytes], TokenPath])
+    paths: dict[tuple[bytes, bytes], TokenPath] = field(default_factory=dict)
     """(digest of messages and answer, variant) -> path."""
-    answered: set[bytes] = field(default_factory=set[bytes])
+    answered: set[bytes] = field(default_factory=set)
     """Digests of the messages before each answer."""
-    call_ids: set[str] = field(default_factory=set[str])
+    call_ids: set[str] = field(default_factory=set)
     """Ids of the tool calls in answers."""
     raw: PrefixIndex = field(default_factory=PrefixIndex)
     """Raw prompt with its answer -> path."""
@@ -188,16 +178,17 @@ class Conversations:
         length, path = _longest_path(memory, digests, variant, messages)
         cut = _suffix_after(chat, messages, tools, length, path.ended) if path else None
         known = path.all_tokens() if path and cut else []
-        added = cut and encode_after(chat, cut[0], cut[1] + chat.escape(prefill), len(known), context)
-        continues, reason = path, None
+        drift = None
+        added = cut and _encode(chat, cut[1] + chat.escape(prefill), context, cut[0], len(known))
+        continues = path
         if added and added[1]:
             tokens = known + added[0]
         else:
             text = chat.render(messages, tools) + chat.escape(prefill)
-            tokens, known, continues, length = encode_within(chat, text, context), [], None, 0
-        if drift := _resembles_known_answer(memory, digests, messages, length):
-            reason = "edited" if continues else _drift_reason(memory, digests, path is not None)
-        return Prompt(tokens, continues, len(known), drift, digests, variant, reason, prefill=prefill)
+            (tokens, _), known, continues, length = _encode(chat, text, context), [], None, 0
+        if _resembles_known_answer(memory, digests, messages, length):
+            drift = "edited" if continues else _drift_reason(memory, digests, path is not None)
+        return Prompt(tokens, continues, len(known), drift, digests, variant, prefill=prefill)
 
     def _paths_of(self, attempt: AttemptIds | None) -> _AttemptPaths | None:
         """The paths of an attempt, marked as recently used; None without an attempt."""
@@ -220,13 +211,13 @@ class Conversations:
         memory = self._paths_of(attempt)
         found = memory.raw.longest(raw) if memory else None
         if found is None:
-            return Prompt(encode_within(chat, prompt, context) if isinstance(prompt, str) else prompt, raw=raw)
+            return Prompt(_encode(chat, prompt, context)[0] if isinstance(prompt, str) else prompt, raw=raw)
         length, path = found
         known = path.all_tokens()
         if isinstance(prompt, str):
             rest = raw[length:].decode("utf-8", "surrogatepass")
             before = raw[len(_raw(model, "")) : length].decode("utf-8", "surrogatepass")
-            prompt = known + encode_after(chat, before, rest, len(known), context)[0]
+            prompt = known + _encode(chat, rest, context, before, len(known))[0]
         return Prompt(prompt, path, len(known), raw=raw)
 
     def add_answer(
@@ -264,25 +255,17 @@ class Conversations:
             self.tokens -= memory.tokens
 
 
-def encode_after(chat: ChatFormat, before: str, text: str, known: int, context: int | None) -> tuple[list[int], bool]:
-    """`ChatFormat.encode_after`, after `known` tokens. Raises ContextLengthError as `_check_length` does."""
-    _check_length(chat, text, known, context)
-    return chat.encode_after(before, text)
-
-
-def encode_within(chat: ChatFormat, text: str, context: int | None) -> list[int]:
-    """The tokens of a rendered text. Raises ContextLengthError as `_check_length` does."""
-    _check_length(chat, text, 0, context)
-    return chat.encode(text)
-
-
-def _check_length(chat: ChatFormat, text: str, known: int, context: int | None) -> None:
-    """Raises ContextLengthError, before encoding, if `known` tokens and those of a text certainly exceed `context`."""
+def _encode(
+    chat: ChatFormat, text: str, context: int | None, before: str | None = None, known: int = 0
+) -> tuple[list[int], bool]:
+    """The tokens of a text; of one after the text `before`, which has `known` tokens, as `ChatFormat.encode_after`.
+    Raises ContextLengthError, before encoding, if all tokens certainly exceed `context`."""
     if context is not None and (count := known + chat.min_token_count(text, context - known)) > context:
         raise ContextLengthError(
             f"the prompt has more than {count} tokens and the context holds {context}; shorten the prompt, or use a "
             "model with a longer context"
         )
+    return (chat.encode(text), True) if before is None else chat.encode_after(before, text)
 
 
 # -- raw prompts -----------------------------------------------------------------------------------------------------
@@ -368,16 +351,13 @@ def _suffix_after(
     answer is the same, and the answer parses to the same message.
     """
     history = [{key: each[key] for key in each if key != "reasoning_content"} for each in messages[:length]]
-    text, ends = chat.render([*history, *messages[length:]], tools), _end_of_turn_texts(chat)
+    text = chat.render([*history, *messages[length:]], tools)
+    ends = [end for token in chat.eos_token_ids if (end := chat.decode([token]))]
     parts = _by_prefix(chat, text, history, tools, ends) or _by_reading(chat, text, history, tools, ends)
     if parts is None:
         return None
     start, after = parts
     return text[: after if ended else start], text[after if ended else start :]
-
-
-def _end_of_turn_texts(chat: ChatFormat) -> list[str]:
-    return [text for token in chat.eos_token_ids if (text := chat.decode([token]))]
 
 
 def _by_prefix(

@@ -35,7 +35,7 @@ class ApiError(AgentLightningError):
     """Value of `x-should-retry`; None leaves it to the SDK, which retries 408, 409, 429 and 5xx."""
     retry_after: float | None = None
     """Value of `Retry-After`, in seconds."""
-    details: Mapping[str, str] = field(default_factory=dict[str, str])
+    details: Mapping[str, str] = field(default_factory=dict)
     """Further fields of Anthropic's error object."""
 
     def __post_init__(self) -> None:

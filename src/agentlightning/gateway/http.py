@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar, cast
 
@@ -36,9 +36,8 @@ MAX_INLINE_BYTES: Final = 8 * 1024
 """Largest request handled in the loop: reading, rendering and encoding it takes some milliseconds."""
 PASSED: Final = 8
 """How many times faster a request is passed on, or shown in a span, than it is read: its size is divided by this."""
-_WORKERS: Final = 4
 
-_pool: Final = ThreadPoolExecutor(_WORKERS, thread_name_prefix="gateway-request")
+_pool: Final = ThreadPoolExecutor(4, thread_name_prefix="gateway-request")
 
 
 async def offload(size: int, work: Callable[[], T]) -> T:
@@ -57,8 +56,6 @@ _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 def parse(body: bytes) -> Any:
     """Raises orjson.JSONDecodeError."""
-    if len(body) <= MAX_CHUNK_BYTES:
-        return loads(body)
     try:
         return _parse(memoryview(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # UnicodeDecodeError: of a key
@@ -103,7 +100,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
     ClientDisconnected."""
     try:
         body = await receive_body(headers, receive, limit, "shorten the conversation")
-        return await decompress(body, headers.get("content-encoding", ""), limit)
+        coding = headers.get("content-encoding")
+        return await decompress(body, coding, limit) if coding else body
     except (RequestError, CodingError) as error:
         code = "body_too_large" if error.status == 413 else "content_encoding"
         raise ApiError(error.status, str(error), code=code) from None
@@ -125,22 +123,17 @@ async def run_to_completion(work: Awaitable[object]) -> None:
 # thousands of calls may wait for one policy while others are served.
 
 
-class Slot:
-    """One slot of the calls in progress."""
+class Slot(ExitStack):
+    """One slot of the calls in progress; `close` releases it, if it is taken."""
 
     def __init__(self, limit: asyncio.Semaphore) -> None:
+        super().__init__()
         self._limit = limit
-        self._is_taken = False
         _current.set(self)
 
     async def acquire(self) -> None:
         await self._limit.acquire()
-        self._is_taken = True
-
-    def release(self) -> None:
-        if self._is_taken:
-            self._is_taken = False
-            self._limit.release()
+        self.callback(self._limit.release)
 
 
 _current: ContextVar[Slot | None] = ContextVar("slot", default=None)
@@ -152,7 +145,7 @@ async def released_slot() -> AsyncGenerator[None]:
     """Release the slot of the current call inside the context, and take one again after it unless it raised."""
     slot = _current.get()
     if slot is not None:
-        slot.release()
+        slot.close()
     yield
     if slot is not None:
         await slot.acquire()
@@ -210,6 +203,13 @@ class ResponseWriter:
                 head = [*_STREAM, *self.extra_headers]
                 await self._send({"type": "http.response.start", "status": 200, "headers": head})
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def finish(self, end: bytes, stream: bool) -> None:
+        """Send the end of an event stream, or a whole JSON response."""
+        if not stream:
+            return await self.send_json(200, end)
+        await self.send_events(end)
+        await self.close()
 
     @contextmanager
     def kept_alive(self, may_start: Callable[[], bool] = lambda: True) -> Generator[None]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from agentlightning import span as names
 from agentlightning.chat.base import ChatFormat, Message
@@ -22,24 +21,23 @@ from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.engine.adapter_view import AdapterView
 from agentlightning.engine.base import Engine, Sample, SamplingParams
 from agentlightning.engine.likeliest_tokens import likeliest_to_text
+from agentlightning.engine.servers.joining import JoinRequest
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError
 from agentlightning.gateway.answer import Answer, Event, Usage
-from agentlightning.gateway.callers import AttemptContext, AttemptIds, AttemptTable, Caller, RecordedAnswer
+from agentlightning.gateway.callers import AttemptContext, AttemptIds, AttemptTable, RecordedAnswer, Replay
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.conversation import Conversations, Prompt
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import (
-    ReplyMetadata,
     ReplyWriter,
     Request,
     apply_resource_params,
-    refuse_unsupported,
 )
 from agentlightning.gateway.dialects.messages import count_reply
-from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.response_store import ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import bad_request
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, released_slot, run_to_completion
 from agentlightning.gateway.record import (
-    OPERATIONS,
     CallRecord,
     Counters,
     as_json,
@@ -49,15 +47,12 @@ from agentlightning.gateway.record import (
     request_attributes,
     shown_message,
 )
-from agentlightning.gateway.routing import ModelRoute, ResolvedCall
+from agentlightning.gateway.routing import ResolvedCall
 from agentlightning.gateway.sampling import (
-    EnforcementMode,
+    NEUTRAL,
     OnPolicySampling,
     SampledAnswer,
-    TopLogprobs,
     constrain_sampling,
-    is_policy,
-    is_training,
 )
 from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
 from agentlightning.span import Span, new_span_id
@@ -89,9 +84,6 @@ class InFlightCall:
 
     name: str
     since: float = field(default_factory=time.monotonic)
-
-    def __str__(self) -> str:
-        return f"{self.name} ({time.monotonic() - self.since:.0f} s)"
 
 
 class UpdateGate:
@@ -182,9 +174,10 @@ class UpdateGate:
                 await asyncio.wait_for(self._drained.wait(), until - elapsed)
 
     def _names(self) -> str:
-        oldest = sorted(self._in_flight, key=lambda call: call.since)
-        more = len(oldest) - MAX_NAMED
-        return ", ".join(map(str, oldest[:MAX_NAMED])) + (f" and {more} more" if more > 0 else "")
+        oldest, now = sorted(self._in_flight, key=lambda call: call.since), time.monotonic()
+        named = [f"{call.name} ({now - call.since:.0f} s)" for call in oldest[:MAX_NAMED]]
+        more = len(oldest) - len(named)
+        return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 class UpdateGates:
@@ -211,12 +204,8 @@ class UpdateGates:
 # -- the service -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LocalSettings:
-    """How calls to an engine are sampled and recorded; see `GatewayConfig`."""
-
-    structured_output: EnforcementMode = "auto"
-    record_top_logprobs: int = 0
+LocalSettings = GatewayConfig | JoinRequest
+"""What says how calls to an engine are sampled and recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +221,14 @@ class LocalService:
     gates: UpdateGates
     settings: LocalSettings
     """Those of engines that have none of their own."""
-    settings_of: dict[UpdateGate, LocalSettings] = field(default_factory=dict[UpdateGate, LocalSettings])
+    settings_of: dict[UpdateGate, LocalSettings]
     """Those of training runs elsewhere, by the gate of their policy."""
 
     async def count(self, call: ResolvedCall, size: int, writer: ResponseWriter) -> None:
         """Reply with the number of prompt tokens of a request of `size` bytes. Nothing is sampled or recorded."""
-        request, engine = await self._read_request(call, size), _engine_of(call.route)
-        chat = await offload(size, partial(_chat_format, engine, request))
+        request, engine, chat = await self._read(call, size)
         try:
-            (prompt,) = await offload(size, partial(self._build_prompts, call, request, chat))
+            (prompt,) = await offload(size, partial(self._build_prompts, call, request, engine, chat))
             tokens = len(prompt.token_ids)
         except ContextLengthError:  # Clients shorten their conversations by this number, so an estimate will do.
             tokens = await offload(size, partial(estimate_prompt_tokens, request.raw))
@@ -248,36 +236,35 @@ class LocalService:
 
     async def prepare(self, call: ResolvedCall, size: int) -> LocalCall:
         """Prepare the prompts and parameters of a request of `size` bytes. Raises ApiError."""
-        request, engine = await self._read_request(call, size), _engine_of(call.route)
+        request, engine, chat = await self._read(call, size)
         caller, context, model, dialect = call.caller, call.context, call.route.name, DIALECTS[call.path]
-        operation = OPERATIONS[call.path]
-        params, trace_id, trainable, overridden = request.params, "", False, tuple[str, ...]()
-        if context is not None:
-            params, overridden = self._params(caller, context, model, params)
-            trace_id, trainable = context.trace_id, context.trainable
-        refuse_unsupported(engine, params)
+        # In the modes val and test, calls never serve as training data.
+        trainable = context is not None and context.mode not in ("val", "test")
+        resource, forced, overridden = self.on_policy.forced_params(call)
+        neutral = {name: NEUTRAL[name] for name in overridden}
+        params = replace(request.params, **neutral) if neutral else request.params
+        params = apply_resource_params(params, resource, forced)
+        for name in params.unsupported(engine.supported_params):
+            raise bad_request(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
         settings = self.settings_of.get(self.gates.of(engine), self.settings)
-        chat = await offload(size, partial(_chat_format, engine, request))
         self.counters.tools_in_messages += bool(request.tools) and chat.tools_in_messages
-        if not request.prefill:  # A grammar describes whole answers.
-            constrain = partial(constrain_sampling, tools=request.tools, trainable=trainable, size=size)
-            params = await constrain(engine, chat, params, request.constraint, mode=settings.structured_output)
+        mode = settings.structured_output
+        if not request.prefill and (mode == "always" or (mode == "auto" and not trainable)):
+            # A grammar describes whole answers.
+            params = await constrain_sampling(engine, chat, params, request, size)
         if trainable and params.truncates:
             params = replace(params, record_kept=True)
-        prompts = await offload(size, partial(self._build_prompts, call, request, chat))
+        prompts = await offload(size, partial(self._build_prompts, call, request, engine, chat))
         self.counters.unattributed += caller.attempt is None
         self.counters.continued += sum(prompt.continues is not None for prompt in prompts)
-        self.counters.drift += sum(prompt.drift for prompt in prompts)
-        again, differs = None, False
-        if context is not None:
-            tokens_of = [prompt.token_ids for prompt in prompts]
-            again, differs = context.replay.take(model, tokens_of, request.n, params)
+        self.counters.drift += sum(prompt.drift is not None for prompt in prompts)
+        replay, tokens_of = context.replay if context else Replay(), [prompt.token_ids for prompt in prompts]
+        again, differs = replay.take(model, tokens_of, request.n, params)
         if begun := again and again.begun:
             prompts = [replace(prompts[0], token_ids=[*prompts[0].token_ids, *begun])]
         shown, recorded = params.top_logprobs, settings.record_top_logprobs if caller.attempt else 0
         params = replace(params, top_logprobs=max(shown, recorded))
-        tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), model, int(time.time()), Usage(tokens))
+        usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         answer = partial(
             SampledAnswer,
             stops=params.stop,
@@ -286,7 +273,6 @@ class LocalService:
             is_constrained=params.constraint is not None,
             chat=chat,
             stop_tokens=params.stop_token_ids,
-            reads_tool_calls=request.tools is not None,
             single_tool_call=request.constraint.single_tool_call,
             tools=request.tools,
             top_logprobs=shown,
@@ -300,9 +286,8 @@ class LocalService:
             engine,
             request,
             params,
-            CallRecord(f"{operation} {model}", caller, trace_id),
-            head,
-            dialect.reply(request, head),
+            CallRecord(f"{dialect.operation} {model}", caller, call.trace_id),
+            dialect.new_reply(request, model, usage),
             [
                 Choice(prompt, said, answer(index, prompt_token_ids=prompt.token_ids))
                 for index, (prompt, said) in enumerate(asked)
@@ -310,8 +295,8 @@ class LocalService:
             context,
             again,
             {
-                names.OPERATION_NAME: operation,
-                names.OVERRIDDEN: list(overridden) or None,
+                names.OPERATION_NAME: dialect.operation,
+                names.OVERRIDDEN: overridden or None,
                 names.REPLAYS: again and again.replays,
                 names.BEGUN: len(begun or ()) or None,
                 names.REPLAY_MISMATCH: differs or None,
@@ -319,36 +304,22 @@ class LocalService:
             },
         )
 
-    async def _read_request(self, call: ResolvedCall, size: int) -> Request:
-        lookup = self.responses.lookup(call.caller.attempt)
+    async def _read(self, call: ResolvedCall, size: int) -> tuple[Request, Engine, ChatFormat]:
+        """(the request of a call, its engine, the chat format with the variables of the request)."""
+        engine, lookup = call.route.engine, ResponseLookup(self.responses, call.caller.attempt)
+        assert engine is not None
         request = await offload(size, partial(DIALECTS[call.path].read, call.body, lookup))
-        self.counters.count_unknown(request.ignored_fields)
-        return request
+        self.counters.unknown_fields += len(request.ignored_fields)
+        return request, engine, await offload(size, partial(_chat_format, engine, request))
 
-    def _params(
-        self, caller: Caller, context: AttemptContext, model: str, requested: SamplingParams
-    ) -> tuple[SamplingParams, tuple[str, ...]]:
-        """(parameters to sample with, names of the requested parameters that are overridden)."""
-        training = is_training(context, caller.mode, model)
-        params = self.on_policy.neutral_params(requested) if training else requested
-        if caller.temperature is not None and is_policy(context, model):
-            params = replace(params, temperature=caller.temperature)
-        params = apply_resource_params(params, *context.sampling_parameters(model))
-        return params, self.on_policy.report_overridden(requested, params) if training else ()
-
-    def _build_prompts(self, call: ResolvedCall, request: Request, chat: ChatFormat) -> list[Prompt]:
+    def _build_prompts(self, call: ResolvedCall, request: Request, engine: Engine, chat: ChatFormat) -> list[Prompt]:
         """The prompts of a request. Slow for long conversations; may be called from any thread. Raises ConfigError if
         the template cannot render them, ContextLengthError if they certainly exceed the context."""
         conversations, attempt, model = self.conversations, call.caller.attempt, call.route.name
-        limit = _engine_of(call.route).context_length
+        limit = engine.context_length
         if request.prompts:
             return [conversations.raw_prompt(attempt, model, chat, prompt, limit) for prompt in request.prompts]
         return [conversations.prompt(attempt, model, chat, request.messages, request.tools, limit, request.prefill)]
-
-
-def _engine_of(route: ModelRoute) -> Engine:
-    assert route.engine is not None, route
-    return route.engine
 
 
 def _input_messages(request: Request, engine: Engine) -> list[list[Message]]:
@@ -362,13 +333,12 @@ def _input_messages(request: Request, engine: Engine) -> list[list[Message]]:
 
 def _chat_format(engine: Engine, request: Request) -> ChatFormat:
     """The chat format with the template variables of a request. Raises ApiError 400 if the template rejects them."""
+    chat = engine.chat
     if request.template:
         try:
-            chat = engine.chat.with_template_kwargs(request.template)
+            chat = chat.with_template_kwargs(request.template)
         except ConfigError as error:
             raise bad_request("chat_template_kwargs", str(error)) from None
-    else:
-        chat = engine.chat
     if request.prefill and (markers := find_reasoning_markers(chat)) is not None and markers.opened:
         raise bad_request(
             "messages", f"answers of {engine.model} begin with reasoning, so they cannot continue the last message"
@@ -398,20 +368,19 @@ class LocalCall:
     request: Request
     params: SamplingParams
     record: CallRecord
-    head: ReplyMetadata
     reply: ReplyWriter
     choices: list[Choice]
-    context: AttemptContext | None = None
+    context: AttemptContext | None
     """Of its attempt."""
-    recorded: RecordedAnswer | None = None
+    recorded: RecordedAnswer | None
     """What is given again: a whole answer, or its beginning, which is then the end of the prompt."""
-    marks: Json = field(default_factory=Json)
+    marks: Json
     """Attributes of its spans that are known before it is sampled; None: absent."""
     is_sampled: bool = field(default=False, init=False)
     """All answers are complete. From here on the call must not be cancelled."""
     end_reason: BaseException | None = field(default=None, init=False)
     """What cancelled the call."""
-    _events: list[tuple[Answer, Event]] = field(default_factory=list[tuple[Answer, Event]], init=False)
+    _events: list[tuple[Answer, Event]] = field(default_factory=list, init=False)
     """Of a streamed reply, not sent yet."""
     _progress: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set with each of these, and once the sampling has ended."""
@@ -437,39 +406,26 @@ class LocalCall:
                     if events:  # Sent with one write.
                         await writer.send_events(reply.more(answers, events))
                 await sampling
-            if stream:
-                ending = reply.more(answers) + reply.end(answers)
-                self._store_response()
-                await writer.send_events(ending)
-                await writer.close()
-            else:
-                body = reply.body(answers)
-                self._store_response()
-                await writer.send_json(200, body)
+            end = reply.more(answers) + reply.end(answers) if stream else reply.body(answers)
+            if self.attempt is not None:  # Before the client can know of it: later requests may refer to it.
+                for choice in self.choices:
+                    reply.store(self.service.responses, self.attempt, choice.answer, digests=choice.prompt.digests)
+            await writer.finish(end, stream)
         except asyncio.CancelledError as error:
             self.end_reason = error
             raise
         finally:
             # A call that failed does not count against the limit on turns.
             if self.context is not None and self.marks[names.TURN_LIMIT] is not None and not self.is_sampled:
-                self.context.undo_turn()
-            await self._finish(sampling)
-
-    async def _finish(self, sampling: asyncio.Future[None]) -> None:
-        """Leave no task running. Complete answers are recorded even if the client has disconnected."""
-        if sampling.done():  # A server reports the end of a reply as a disconnect, so nothing is awaited after it.
-            return
-        if not self.is_sampled:
-            sampling.cancel()
-        await run_to_completion(asyncio.wait({sampling}))
-        if not sampling.cancelled() and (error := sampling.exception()) is not None:
-            logger.error("a call whose client disconnected could not be recorded", exc_info=error)
-
-    def _store_response(self) -> None:
-        """Store a reply of the Responses API, to which later requests may refer, before the client can know of it."""
-        if self.attempt is not None:
-            for choice in self.choices:
-                self.reply.store(self.service.responses, self.attempt, choice.answer, digests=choice.prompt.digests)
+                self.context.answered -= 1
+            # No task is left running, and complete answers are recorded even if the client has disconnected. A server
+            # reports the end of a reply as a disconnect, so nothing is awaited after it.
+            if not sampling.done():
+                if not self.is_sampled:
+                    sampling.cancel()
+                await run_to_completion(asyncio.wait({sampling}))
+                if not sampling.cancelled() and (failure := sampling.exception()) is not None:
+                    logger.error("a call whose client disconnected could not be recorded", exc_info=failure)
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -512,8 +468,8 @@ class LocalCall:
                 self._events += [(answer, event) for event in events]
                 self._progress.set()
 
-        def receive(token_ids: Sequence[int], logprobs: Sequence[float] = (), tops: Sequence[TopLogprobs] = ()) -> None:
-            show(answer.feed(token_ids, logprobs, tops))
+        def receive(*sampled: Any) -> None:
+            show(answer.feed(*sampled))
 
         params = replace(self._params(answer), stop=answer.engine_stops)
         sample = None
@@ -545,8 +501,7 @@ class LocalCall:
     def _remember_answers(self) -> None:
         """Count the tokens, and let later calls of the attempt continue the answers."""
         attempt, service = self.attempt, self.service
-        prompts = {id(choice.prompt): choice.prompt for choice in self.choices}
-        service.counters.prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts.values())
+        service.counters.prompt_tokens += self.reply.usage.input_tokens
         for choice in self.choices:
             answer, prompt, span_id = choice.answer, choice.prompt, choice.span_id
             if (sample := answer.sample) is None:
@@ -598,20 +553,21 @@ class LocalCall:
         return self.record.span(attributes, failure, span_id=choice.span_id)
 
     def _attributes(self, choice: Choice) -> Json:
-        params, prompt = self._params(choice.answer), choice.prompt
+        params, prompt, reply = self._params(choice.answer), choice.prompt, self.reply
+        continued = prompt.continues
         attributes: Json = {
             names.PROVIDER_NAME: "agentlightning",
-            names.REQUEST_MODEL: self.request.model or self.head.model,
-            names.RESPONSE_MODEL: self.head.model,
-            names.RESPONSE_ID: self.head.id,
+            names.REQUEST_MODEL: self.request.model or reply.model,
+            names.RESPONSE_MODEL: reply.model,
+            names.RESPONSE_ID: reply.id,
             names.INPUT_TOKENS: len(prompt.token_ids),
             names.INPUT_MESSAGES: as_json([shown_message(message) for message in choice.messages]),
             **request_attributes({name: getattr(params, name) for name in _PARAMS} | {"tools": self.request.tools}),
             names.REQUEST_PRESENCE_PENALTY: params.presence_penalty or None,
             names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty or None,
             names.RESHAPED: list(params.distribution_params) or None,
-            names.CONTINUES: prompt.continued_span,
-            names.DRIFT: prompt.drift or None,
-            names.DRIFT_REASON: prompt.reason,
+            names.CONTINUES: continued.span_id if continued and continued.is_complete else None,
+            names.DRIFT: prompt.drift is not None or None,
+            names.DRIFT_REASON: prompt.drift,
         }
         return {name: value for name, value in (self.marks | attributes).items() if value is not None}

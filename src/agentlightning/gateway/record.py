@@ -12,8 +12,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.errors import StoreError
 from agentlightning.gateway.answer import MALFORMED, Answer, HostedCall, ReasoningDelta, RefusalDelta, ToolCall, objects
 from agentlightning.gateway.callers import Caller
+from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import ApiPath, Constraint
 from agentlightning.gateway.errors import ApiError, to_api_error
 from agentlightning.gateway.http import offload, parse_object
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RECORDED_BYTES: Final = 256 * 1024
 """Above this size, the messages of a rejected request are not recorded."""
-MAX_UNKNOWN_NAMES: Final = 200
+
 _NO_ATTEMPT: Final = frozenset({"rollout_not_found", "attempt_not_found", "store_unavailable", "store_error"})
 
 
@@ -65,14 +65,6 @@ class Counters:
     response_tokens: int = 0
     unknown_fields: int = 0
     """Request fields that were ignored."""
-    unknown_names: Counter[str] = field(default_factory=Counter[str])
-    """Count by name, for the first names."""
-
-    def count_unknown(self, unknown: tuple[str, ...]) -> None:
-        self.unknown_fields += len(unknown)
-        for name in unknown:
-            if name in self.unknown_names or len(self.unknown_names) < MAX_UNKNOWN_NAMES:
-                self.unknown_names[name] += 1
 
 
 @dataclass(slots=True)
@@ -154,7 +146,7 @@ async def record_rejection(
     if caller.attempt is None or api_error.code in _NO_ATTEMPT:
         return
     request = await offload(len(body), partial(parse_object, body)) or {}
-    name, model = OPERATIONS[path], request.get("model")
+    name, model = DIALECTS[path].operation, request.get("model")
     attributes: Json = {names.OPERATION_NAME: name}
     if isinstance(model, str):
         name, attributes[names.REQUEST_MODEL] = f"{name} {model}", model
@@ -170,14 +162,6 @@ async def record_rejection(
 
 # -- what a request asks for -------------------------------------------------------------------------------------------
 
-OPERATIONS: Final = {
-    "chat/completions": "chat",
-    "completions": "text_completion",
-    "responses": "chat",
-    "messages": "chat",
-    "embeddings": "embeddings",
-}
-"""Path -> OpenTelemetry's name for the operation."""
 
 LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Fields with the limit of output tokens."""
@@ -189,7 +173,7 @@ _PARAMS: Final = (
     (names.REQUEST_SEED, ("seed",), (int,)),
 )
 
-_DISTRIBUTION_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
+_DISTRIBUTION_FIELDS: Final = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
@@ -241,11 +225,9 @@ def as_json(value: Any) -> str:
     try:
         return dumps(value).decode()
     except TypeError:
-        pass
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError:
-        return "[]"
+        with suppress(RecursionError):
+            return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return "[]"
 
 
 def num_sampled(request: Json) -> int:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
 from itertools import takewhile
-from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, cast
 from urllib.parse import quote
 
 import orjson
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,12 +34,11 @@ from agentlightning.engine.servers.joining import RENEW_SECONDS
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.gateway.answer import object_of, objects
 from agentlightning.gateway.callers import Agent, AttemptContext, Caller, read_baggage
-from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, Price, Provider, RouteRule
+from agentlightning.gateway.config import MAX_NAME_CHARACTERS, AgentRule, Price, RouteRule
 from agentlightning.gateway.dialects.base import ApiPath, optional
 from agentlightning.gateway.dialects.content_parts import BILLING
 from agentlightning.gateway.errors import ApiError, bad_request, conflict
 from agentlightning.gateway.upstream.call import ServerPool
-from agentlightning.resources import LLM
 from agentlightning.transport import TransportError
 from agentlightning.util.json_values import Json
 
@@ -49,9 +48,7 @@ HEADER: Final = "x-agentlightning-agent"
 KEY_CHARACTERS: Final = 2048
 """The part of the system prompt in the key: what differs between calls (a date, a file) usually stands further down."""
 
-Given = Mapping[str, tuple[str, LLM]]
-"""The models of a caller's resources: model -> (name of the resource, the resource)."""
-NOTHING_GIVEN: Final[Given] = MappingProxyType({})
+
 _JUDGED_BY_POLICY: Final = (
     "a reward function asked the policy that is being trained (model={!r}): a policy that judges itself learns to"
     " please itself. Give the judge another endpoint, or lead its model elsewhere with a route ([gateway] routes)"
@@ -73,7 +70,7 @@ class AgentMatcher:
                     raise ConfigError(f"the model name {model!r} belongs to two agents; leave it to one")
                 self._aliases[model] = rule
         self._patterns = [
-            (rule.name, rule.contains or "", re.compile(rule.matches) if rule.matches else None)
+            (rule.name, rule.contains or "", re.compile(rule.matches or ""))
             for rule in rules
             if rule.contains is not None or rule.matches is not None
         ]
@@ -104,11 +101,7 @@ class AgentMatcher:
 
     def _by_pattern(self, system: str) -> str | None:
         for name, text, pattern in self._patterns:
-            if text not in system:
-                continue
-            if pattern is None:
-                return name
-            if (match := pattern.search(system)) is not None:
+            if text in system and (match := pattern.search(system)) is not None:
                 agent = name or match.groupdict().get("agent")
                 return agent[:MAX_NAME_CHARACTERS] if agent else None
         return None
@@ -159,14 +152,10 @@ class ModelRoute:
     """The model name in replies and spans."""
     engine: Engine | None = None
     servers: ServerPool | None = None
-    """The servers of `provider`."""
+    """Those of a provider."""
     send_model: str = ""
     """The provider's name of the model."""
     price: Price | None = None
-
-    @property
-    def provider(self) -> Provider | None:
-        return self.servers.provider if self.servers else None
 
 
 class ResolvedCall(NamedTuple):
@@ -198,16 +187,16 @@ class Router:
     def __init__(
         self,
         engines: Mapping[str, Engine],
-        rules: Sequence[RouteRule] = (),
-        servers: Mapping[str, ServerPool] | None = None,
-        agents: AgentMatcher | None = None,
+        rules: Sequence[RouteRule],
+        servers: Mapping[str, ServerPool],
+        agents: AgentMatcher,
         *,
         default_model: str | None = None,
         accept_any_model: bool = False,
         takes_runs: bool = False,
     ) -> None:
-        self._engines, self._rules, self.servers = _with_views(engines), tuple(rules), dict(servers or {})
-        self._agents, self._accept_any, self._takes_runs = agents or AgentMatcher(), accept_any_model, takes_runs
+        self._engines, self._rules, self.servers = _with_views(engines), rules, servers
+        self._agents, self._accept_any, self._takes_runs = agents, accept_any_model, takes_runs
         for number, rule in enumerate(rules, 1):
             if rule.engine is not None and rule.engine not in self._engines:
                 where = f"rule {number} (model={rule.model!r}, agent={rule.agent!r})"
@@ -261,14 +250,14 @@ class Router:
         return isinstance(model, str) and "@" not in model and self._find(model, None) is not None
 
     def resolve(
-        self, model: str | None, agent: str | None = None, path: str = "", given: Given = NOTHING_GIVEN
+        self, model: str | None, agent: str | None = None, path: str = "", context: AttemptContext | None = None
     ) -> ModelRoute:
         """The route of a call to `path` (for example "messages"). An unknown name leads to the policy of the caller's
-        training run, where that has joined and is among the models that the caller was `given`. Raises ApiError 400 if
-        no model is named, 404 for an unknown model, and 503 if the caller's run has not joined."""
+        training run, where that has joined and is among the models that its rollout names (`context`). Raises ApiError
+        400 if no model is named, 404 for an unknown model, and 503 if the caller's run has not joined."""
         dialect = "anthropic" if path == "messages" else "openai"
         route = self._find(model, agent, dialect)
-        if route is None and self._takes_runs and (policy := self._policy_of_run(given)) is not None:
+        if route is None and self._takes_runs and (policy := self._policy_of_run(context)) is not None:
             return self._engine_route(policy, agent)
         if route is None and self._default is not None and (self._accept_any or model is None):
             route = self._find(self._default, agent, dialect)
@@ -287,12 +276,13 @@ class Router:
         """Find the agent and the route of a call. `context`: the attempt of the caller. Raises ApiError if there is no
         such route, or the model in the body is not a name."""
         optional(body, "model", str)
-        caller = caller.with_agent(self._agents.identify(headers, body, self), self)
-        given = NOTHING_GIVEN if context is None else context.given
-        route = self.resolve(caller.agent.model, caller.agent.name, path, given)
+        agent = self._agents.identify(headers, body, self)
+        if caller.mode is not None and agent.model is not None and agent.model not in self:
+            agent = replace(agent, model=None)  # 1.0 had one model only, so a call to 1.0's URL may name any.
+        route = self.resolve(agent.model, agent.name, path, context)
         if JUDGE_HEADER in headers and self._trains(route):
-            raise conflict("judge_as_agent", _JUDGED_BY_POLICY.format(caller.agent.model))
-        return ResolvedCall(path, headers, caller, context, body, route)
+            raise conflict("judge_as_agent", _JUDGED_BY_POLICY.format(agent.model))
+        return ResolvedCall(path, headers, replace(caller, agent=agent), context, body, route)
 
     def rules_of(self, dialect: str) -> list[RouteRule]:
         """The rules for callers of a dialect."""
@@ -335,9 +325,11 @@ class Router:
             return None
         return ModelRoute(model or sent, None, pool, sent, rule.price or pool.provider.price)
 
-    def _policy_of_run(self, given: Given) -> str | None:
-        """The joined policy among the models that a caller was given; None if it belongs to no run. Raises ApiError 503
-        for a run that is not here: this server was started again, and the run will join it."""
+    def _policy_of_run(self, context: AttemptContext | None) -> str | None:
+        """The joined policy among the models that a rollout itself names, as those of training runs do; None if it
+        belongs to no run. Raises ApiError 503 for a run that is not here: this server was started again, and the run
+        will join it."""
+        given = context.llms if context is not None and context.names_resources else {}
         if (joined := next((name for name in given if name in self._joined), None)) is not None:
             return self._joined[joined]
         policies = [name for name, (_, llm) in given.items() if llm.policy_version is not None]
@@ -396,7 +388,7 @@ class ModelsEndpoint:
             "created_at": f"{started:%Y-%m-%dT%H:%M:%SZ}",
         }
         """What is said of each model of ours."""
-        self._listings: dict[ServerPool, UpstreamModels] = {}
+        self._listings = {pool: UpstreamModels(pool) for pool in router.servers.values()}
 
     async def list(self, request: Request) -> Response:
         """GET /v1/models: all models on one page. Raises ApiError."""
@@ -424,8 +416,7 @@ class ModelsEndpoint:
         models = {name: describe_model({"id": name} | self._own, dialect) for name in router.names(dialect)}
         open_ended = [rule.provider for rule in router.rules_of(dialect) if rule.provider and rule.is_pattern]
         pools = [router.servers[provider] for provider in dict.fromkeys(open_ended)]
-        listings = [self._listings.setdefault(pool, UpstreamModels(pool)) for pool in pools]
-        lists = await asyncio.gather(*(listing.models() for listing in listings))
+        lists = await asyncio.gather(*(self._listings[pool].models() for pool in pools))
         for pool, listed in zip(pools, lists, strict=True):
             for model in listed:
                 if model["id"] not in models and router.serves_under_own_name(model["id"], dialect, pool):

@@ -10,7 +10,7 @@ calls are sampled with the caller's parameters. Overridden parameters are logged
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -20,18 +20,19 @@ from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
 from agentlightning.chat.base import ChatFormat, ParsedToolCall, ThoughtMarkers
 from agentlightning.chat.reasoning import find_reasoning_markers
 from agentlightning.chat.tool_calls.format import CallReader, Tools, partial_marker_length
-from agentlightning.engine.base import Engine, Sample, SamplingParams
+from agentlightning.engine.base import Engine, Sample, SamplingParams, TopLogprobs
 from agentlightning.gateway.answer import Answer, Event, ReasoningDelta, ToolCall
-from agentlightning.gateway.callers import AttemptContext
-from agentlightning.gateway.dialects.base import NO_PARAMETERS, Constraint, json_schema
+from agentlightning.gateway.dialects.base import NO_PARAMETERS, Constraint, Request, json_schema
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.http import offload
 from agentlightning.gateway.record import Counters
+from agentlightning.gateway.routing import ResolvedCall
 from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 
-NEUTRAL: Final[Json] = {
+NEUTRAL: Final = {
+    "temperature": 1.0,
     "seed": None,
     "top_p": 1.0,
     "top_k": 0,
@@ -42,60 +43,42 @@ NEUTRAL: Final[Json] = {
     "repetition_penalty": 1.0,
     "min_tokens": 0,
 }
-"""Fields of `SamplingParams` -> neutral values."""
-_WIRE_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    **{name: () if value is None else (value,) for name, value in NEUTRAL.items()},
-    "top_k": (0, -1),
-    "logit_bias": ({},),
-    "temperature": (),
-}
-"""Fields of a request -> values that need no override."""
-
-
-def is_policy(context: AttemptContext, model: str) -> bool:
-    """Whether a model is the policy of a rollout: its resources name this model, or none at all."""
-    return not context.llms or model in context.llms
-
-
-def is_training(context: AttemptContext, url_mode: str | None, model: str) -> bool:
-    """Whether a call is for training. `url_mode` (1.0) counts if the rollout has no mode."""
-    return (context.mode or url_mode) == "train" and is_policy(context, model)
+"""Fields of `SamplingParams`, and of requests -> neutral values."""
+_ALSO_NEUTRAL: Final = {"top_k": -1, "logit_bias": {}}
+"""Other neutral values in a request."""
 
 
 class OnPolicySampling:
-    """Overrides sampling parameters, and logs each name once."""
+    """Says how calls are sampled, whatever the agent asks for, and logs each name that is overridden once."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._logged: set[str] = set()
 
-    def neutral_params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters of a training rollout, before its LLM resource is applied."""
-        warm = {"temperature": 1.0} if params.temperature == 0 else {}
-        return replace(params, **NEUTRAL, **warm)
+    def forced_params(self, call: ResolvedCall, learns: bool = True) -> tuple[str, Json, list[str]]:
+        """(name of the LLM resource, parameters that it or a URL of 1.0 sets, names of those of the request that are
+        overridden). `learns`: the answer has tokens, so that it may be learned from if the model is the policy of the
+        rollout: its resources name this model, or none at all."""
+        context, mode, model = call.context, call.caller.mode, call.route.name
+        if context is None:
+            return "", {}, []
+        resource, forced = context.sampling_parameters(model)
+        is_policy = model in context.llms or (learns and not context.llms)
+        is_trained = learns and is_policy and (context.mode or mode) == "train"
+        overridden = self._overridden(call.body, forced) if is_trained else []
+        if call.caller.temperature is not None and is_policy:
+            forced = {"temperature": call.caller.temperature, **forced}
+        return resource, forced, overridden
 
-    def strip_request(self, request: Json, forced: Json) -> tuple[Json, tuple[str, ...]]:
-        """(a request without the overridden parameters, their names). `forced` are those that the LLM resource sets."""
-        is_warm = "temperature" in forced or request.get("temperature") != 0
-        changed = tuple(
+    def _overridden(self, request: Json, forced: Json) -> list[str]:
+        """The parameters of a request that are overridden, which are counted; of temperatures without one that is
+        `forced`, only 0 is."""
+        changed = [
             name
-            for name, neutral in _WIRE_NEUTRAL.items()
-            if request.get(name) not in (None, *neutral) and not (name == "temperature" and is_warm)
-        )
-        self._report(changed)
-        return {name: value for name, value in request.items() if name not in changed}, changed
-
-    def report_overridden(self, requested: SamplingParams, used: SamplingParams) -> tuple[str, ...]:
-        """Count the overridden parameters of a request, and return their names."""
-        changed = tuple(
-            name
-            for name, default in ({"temperature": 1.0} | dict(NEUTRAL)).items()
-            if getattr(requested, name) not in (getattr(used, name), default)
-        )
-        self._report(changed)
-        return changed
-
-    def _report(self, changed: tuple[str, ...]) -> None:
+            for name, neutral in NEUTRAL.items()
+            if request.get(name) not in (None, neutral, _ALSO_NEUTRAL.get(name), forced.get(name))
+            and (name != "temperature" or name in forced or request[name] == 0)
+        ]
         self._counters.overridden += bool(changed)
         if new := [name for name in changed if name not in self._logged]:
             self._logged.update(new)
@@ -104,38 +87,26 @@ class OnPolicySampling:
                 "itself (evaluation uses it); set it in the sampling_parameters of the LLM resource to force it",
                 ", ".join(new),
             )
+        return changed
 
 
 # -- constrained sampling ----------------------------------------------------------------------------------------------
 
-EnforcementMode = Literal["auto", "always", "never"]
-"""Which answers are constrained to their schema: `auto` those that nobody learns from (rollouts in the modes val
-and test, and calls of no rollout), `always` all, `never` none."""
-
 
 async def constrain_sampling(
-    engine: Engine,
-    chat: ChatFormat,
-    params: SamplingParams,
-    constraint: Constraint,
-    *,
-    tools: Tools,
-    trainable: bool,
-    mode: EnforcementMode,
-    size: int = 0,
+    engine: Engine, chat: ChatFormat, params: SamplingParams, request: Request, size: int
 ) -> SamplingParams:
-    """`params` with the schema or grammar of the answer, if it is to be enforced and the engine can.
-
-    `tools` are those of the request. `trainable`: the answer may become training data. Work for a request of `size`
-    bytes leaves the event loop if it is large."""
-    if mode == "never" or (mode == "auto" and trainable) or not constraint:
+    """`params` with the schema or grammar of the answer, if the request has any and the engine can enforce it. Work for
+    a request of `size` bytes leaves the event loop if it is large."""
+    constraint, tools = request.constraint, request.tools
+    if not constraint:
         return params
     markers = find_reasoning_markers(chat)
+    stops_after_call = chat.tool_calls.closing is not None and markers is None
     if not tools and markers is None:
-        schema = constraint.content.schema if constraint.content else None
-        enforceable = schema is not None and await engine.can_enforce(schema)
-        return replace(params, json_schema=schema) if enforceable else params
-    if "grammar" in engine.supported_params and _needs_grammar(chat, constraint, markers):
+        if constraint.content and await engine.can_enforce(constraint.content.schema):
+            return replace(params, json_schema=constraint.content.schema)
+    elif "grammar" in engine.supported_params and constraint.can_be_violated(stops_after_call):
         for outline in await offload(size, lambda: list(_outlines(constraint, tools or (), markers))):
             grammar = await offload(size, partial(answer_grammar, chat, outline))
             if grammar is not None and await engine.can_enforce(grammar, "grammar"):
@@ -143,17 +114,15 @@ async def constrain_sampling(
     return params
 
 
-def _needs_grammar(chat: ChatFormat, constraint: Constraint, markers: ThoughtMarkers | None) -> bool:
-    """Whether the constraint needs more than to stop after the first tool call."""
-    stops = chat.tool_calls.closing is not None and markers is None
-    needed = constraint.requires_tool_call or constraint.names is not None or constraint.arguments or constraint.content
-    return bool(needed) or (constraint.single_tool_call and not stops)
-
-
 def _outlines(constraint: Constraint, tools: Sequence[Json], markers: ThoughtMarkers | None) -> Iterator[AnswerShape]:
     """The shape of the answer; then, as a fallback, the same with any arguments for tools that are not strict, whose
     schemas may use what cannot be enforced."""
-    schemas = _argument_schemas(constraint, tools)
+    functions, names = [tool["function"] for tool in tools], constraint.names
+    schemas = {
+        function["name"]: _argument_schema(function.get("parameters"))
+        for function in functions
+        if names is None or function["name"] in names
+    }
     loose = {name: schema if name in constraint.arguments else "{}" for name, schema in schemas.items()}
     for arguments in (schemas,) if loose == schemas else (schemas, loose):
         yield AnswerShape(
@@ -165,18 +134,8 @@ def _outlines(constraint: Constraint, tools: Sequence[Json], markers: ThoughtMar
         )
 
 
-def _argument_schemas(constraint: Constraint, tools: Sequence[Json]) -> dict[str, str]:
-    """The argument schemas of the tools that may be called, by name. A tool without parameters takes no arguments; one
-    whose parameters are no schema takes any."""
-    schemas: dict[str, str] = {}
-    for function in (tool["function"] for tool in tools):
-        name = function["name"]
-        if constraint.names is None or name in constraint.names:
-            schemas[name] = _argument_schema(function.get("parameters"))
-    return schemas
-
-
 def _argument_schema(parameters: Any) -> str:
+    """A tool without parameters takes no arguments; one whose parameters are no schema takes any."""
     try:
         return json_schema("tools.parameters", parameters or NO_PARAMETERS).schema
     except ApiError:  # Only strict tools need a valid schema.
@@ -190,8 +149,7 @@ def _argument_schema(parameters: Any) -> str:
 # reasoning marker. The emitted events together are exactly `message`, however the tokens were split. If the engine
 # streams log-probabilities, each event carries those of its own tokens; otherwise the last event carries all.
 
-TopLogprobs = tuple[tuple[int, float], ...]
-"""(token, log-probability), most likely first."""
+
 Token = tuple[int, float, TopLogprobs]
 """A sampled token, its log-probability, and the most likely tokens at its position if requested."""
 
@@ -227,7 +185,7 @@ class ReasoningFilter:
     """Separates the reasoning at the start of an answer from its content; drops whitespace next to the markers."""
 
     def __init__(self, markers: ThoughtMarkers | None) -> None:
-        self._markers = markers
+        self._start, self._end = (markers.start, markers.end) if markers else ("", "")
         self._buffer = ""
         self._part: Literal["start", "thought", "content"] = "content" if markers is None else "start"
         """What the buffer is part of; `start`: not known yet."""
@@ -250,14 +208,14 @@ class ReasoningFilter:
         return thought, content
 
     def _begin(self, is_last: bool) -> None:
-        start, begins = self._markers.start if self._markers else "", self._buffer.lstrip()
+        start, begins = self._start, self._buffer.lstrip()
         if begins.startswith(start):
             self._part, self._trims, self._buffer = "thought", True, begins[len(start) :]
         elif is_last or not start.startswith(begins):
             self._part = "content"
 
     def _think(self, is_last: bool) -> str:
-        marker, buffer = self._markers.end if self._markers else "", self._trimmed()
+        marker, buffer = self._end, self._trimmed()
         thought, end, rest = buffer.partition(marker)
         if end:
             self._part, self._trims, self._buffer = "content", True, rest
@@ -277,12 +235,11 @@ class SampledAnswer(Answer):
     chat: ChatFormat
     stop_tokens: tuple[int, ...] = ()
     """Further tokens that end the answer, besides those that end a turn; they are not part of the text."""
-    reads_tool_calls: bool = True
-    """If False, the request offers no tools, and a tool call is ordinary content."""
     single_tool_call: bool = False
     """The request allows at most one tool call."""
     tools: Tools = None
-    """The tools of the request; some formats read the types of arguments from them."""
+    """The tools of the request, from which some formats read the types of arguments; None: it offers none, and a tool
+    call is ordinary content."""
     top_logprobs: int = 0
     """The number of likeliest tokens that the caller is told; spans may keep more."""
     call_ids: Sequence[str] = ()
@@ -293,7 +250,7 @@ class SampledAnswer(Answer):
     _text: Detokenizer = field(init=False)
     _reasoning_filter: ReasoningFilter = field(init=False)
     _call_reader: CallReader = field(init=False)
-    _written_ids: list[int] = field(default_factory=list[int], init=False)
+    _written_ids: list[int] = field(default_factory=list, init=False)
     """Tokens of the log-probabilities written last."""
 
     def __post_init__(self) -> None:
@@ -329,7 +286,7 @@ class SampledAnswer(Answer):
         self.end(sample.finish_reason)
         rest = self._stop.feed(self._text.feed((), is_last=True)) + self._stop.finish()
         self._read(*self._reasoning_filter.feed(rest, is_last=True))
-        if self.reads_tool_calls:
+        if self.tools is not None:
             self._add(self._call_reader.finish())
         return events + self.take_new()
 
@@ -374,7 +331,7 @@ class SampledAnswer(Answer):
     def _read(self, thought: str, content: str) -> None:
         if thought:
             self._append(ReasoningDelta(thought))
-        if self.reads_tool_calls:
+        if self.tools is not None:
             self._add(self._call_reader.feed(content))
         elif content:
             self._append(content)

@@ -20,8 +20,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.errors import MissingExtraError, ServerError
@@ -89,17 +88,17 @@ class RayRunners:
 
     def workers(self) -> list[dict[str, Any]]:
         """Name, process and statistics of each runner that lives now."""
-        return cast(list[dict[str, Any]], _ray().get([each.worker.remote() for each in self._actors]))
+        return _ray().get([each.worker.remote() for each in self._actors])
 
     def wait(self) -> list[dict[str, Any]]:
         """Wait until all runners have ended; their statistics. Raises the error that ended one."""
-        return cast(list[dict[str, Any]], _ray().get(self._running))
+        return _ray().get(self._running)
 
     def stop(self, drain_seconds: float | None = None) -> list[dict[str, Any]]:
         """Let running attempts finish, for at most `drain_seconds`, requeue the rest, and end the actors."""
         ray = _ray()
         try:
-            return cast(list[dict[str, Any]], ray.get([each.stop.remote(drain_seconds) for each in self._actors]))
+            return ray.get([each.stop.remote(drain_seconds) for each in self._actors])
         finally:
             for each in self._actors:
                 ray.kill(each)
@@ -108,9 +107,7 @@ class RayRunners:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, where: object) -> None:
         self.stop(None if error is None else 0)
 
 

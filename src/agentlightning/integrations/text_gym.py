@@ -10,14 +10,14 @@ rollout is that of player 0. An `opponent`, a function from observation to move,
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, cast
 
 from agentlightning.errors import ConfigError, MissingExtraError
 from agentlightning.integrations.base import Address, Message, chat, client
-from agentlightning.runner.agents.loading import load_object
+from agentlightning.runner.agents.agent import load_object
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.tracing.emit import emit_reward, track_agent
 
@@ -41,12 +41,12 @@ class Game(Protocol):
         ...
 
 
+@dataclass
 class GymGame:
     """A single-player environment in the way of gymnasium: `reset(seed=)` returns (observation, info) and `step(text)`
     returns (observation, reward, terminated, truncated, info). Older ones without `info` or `truncated` work, too."""
 
-    def __init__(self, env: Any) -> None:
-        self.env = env
+    env: Any
 
     def start(self, seed: int) -> Turn:
         found = self.env.reset(seed=seed)
@@ -166,16 +166,9 @@ async def play_game(
             history.append({"role": "assistant", "content": text})
             turn, reward = game.move(text)
             found.append(reward)
-    _record_end(game, found, turn is None, rewards == "moves")
-
-
-def _record_end(game: Game, found: Sequence[float], ended: bool, of_moves: bool) -> None:
-    """Record the reward of the end: of the last move alone, or of all."""
     final = game.final_reward()
-    if not ended and final is None and not any(found):
-        return
-    last = sum(found[-1:] if of_moves else found)
-    emit_reward(last + (final or 0.0))
+    if turn is None or final is not None or any(found):
+        emit_reward(sum(found[-1:] if rewards == "moves" else found) + (final or 0.0))
 
 
 def gym_agent(make: Callable[[], Any], rewards: Literal["total", "moves"] = "total") -> Callable[..., Any]:

@@ -103,7 +103,9 @@ class Worker:
         key = id(asyncio.get_running_loop()), python
         async with cls._starting.setdefault(key, asyncio.Lock()):
             if key not in cls._running or cls._running[key]._process.returncode is not None:
-                cls._running[key] = cls(await _start(python))
+                pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+                started = await asyncio.create_subprocess_exec(python, str(WORKER), limit=LINE_LIMIT, **pipes)
+                cls._running[key] = cls(started)
         return cls._running[key]
 
     async def request(self, request: Mapping[str, Any]) -> Any:
@@ -140,7 +142,10 @@ class Worker:
             reply = json.loads(line)
             future = self._waiting.get(reply["id"])
             if future is not None and not future.done():
-                _settle(future, reply)
+                if "error" in reply:
+                    future.set_exception(AgentError(f"verifiers: {reply['error']}"))
+                else:
+                    future.set_result(reply["result"])
         await self._process.wait()
         for future in self._waiting.values():
             if not future.done():
@@ -153,20 +158,6 @@ class Worker:
 
     def _death(self) -> str:
         return f"the process of verifiers has ended ({self._process.returncode}):\n" + "\n".join(self._errors)
-
-
-def _settle(future: asyncio.Future[Any], reply: Mapping[str, Any]) -> None:
-    if "error" in reply:
-        future.set_exception(AgentError(f"verifiers: {reply['error']}"))
-    else:
-        future.set_result(reply["result"])
-
-
-async def _start(python: str) -> Process:
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(
-        python, str(WORKER), stdin=pipe, stdout=pipe, stderr=pipe, limit=LINE_LIMIT
-    )
 
 
 def _request_once(python: str, request: Mapping[str, Any]) -> Any:

@@ -84,8 +84,9 @@ class Instrumentation(AbstractContextManager["Instrumentation"]):
                     return
                 instrumentor.instrument(tracer_provider=tracer_provider())
                 if _is_on(instrumentor) is False:
-                    problem = "its library is not installed, or in a version that the instrumentation does not support"
-                    raise RuntimeError(problem)
+                    raise RuntimeError(
+                        "its library is not installed, or in a version that the instrumentation does not support"
+                    )
             except Exception as error:  # noqa: BLE001  code of other libraries: importing and patching it
                 problems.append(f"{package}: {type(error).__name__}: {error}")
                 continue
@@ -111,9 +112,9 @@ def track_all(*, only: Sequence[str] | None = None, exclude: Sequence[str] = ())
     chosen = [name for name in found if name not in INFRASTRUCTURE] if only is None else list(only)
     for name in chosen:
         if name not in found:
-            known = ", ".join(sorted(found)) or "none"
             raise ConfigError(
-                f"only={name!r}: no installed package instruments it; those that are installed: {known}. {INSTALL}"
+                f"only={name!r}: no installed package instruments it; those that are installed:"
+                f" {', '.join(sorted(found)) or 'none'}. {INSTALL}"
             )
     for variable, value in CONTENT_VARIABLES.items():
         os.environ.setdefault(variable, value)

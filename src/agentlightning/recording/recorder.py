@@ -22,17 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from agentlightning.errors import (
-    AgentLightningError,
     ConfigError,
     ConflictError,
     Failure,
     NotFoundError,
     StoreClosedError,
 )
-from agentlightning.rollouts import Attempt, Rollout, RolloutConfig, RolloutMode
+from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, Span
 from agentlightning.store.base import LightningStore, pending_writers, store_url
 from agentlightning.store.types import Retention, RolloutRecord
@@ -40,6 +39,7 @@ from agentlightning.tracing.agent_spans import sanitize_span, sanitize_value
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, RecordingStatus, counters
 from agentlightning.tracing.scope import Speaker, end_implicit_scopes, implicit_sessions
+from agentlightning.util.json_values import Json
 
 LINGER_SECONDS: Final = 0.02
 """How long the thread waits for more before it writes."""
@@ -71,7 +71,8 @@ REJECTED: Final = (ConfigError, ConflictError, NotFoundError)
 
 # -- settings -------------------------------------------------------------------------------------------------------
 
-Redact: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
+StorePlace: TypeAlias = LightningStore | str | Path
+Redact: TypeAlias = Callable[[Json], Mapping[str, Any]]
 """Attributes -> the attributes that may be stored."""
 
 SAMPLING_RATE: Final = "sampling_rate"
@@ -82,7 +83,7 @@ SAMPLING_RATE: Final = "sampling_rate"
 class RecordingSettings:
     """What `configure_recording` sets."""
 
-    store: LightningStore | str | Path | None = None
+    store: StorePlace | None = None
     sampling_rate: float = 1.0
     redact: Redact | None = None
     retention: Retention | None = None
@@ -97,13 +98,13 @@ def current_settings() -> RecordingSettings:
 
 def check_store(store: object) -> None:
     """Raises ConfigError for what names no store."""
-    if store is not None and not isinstance(store, LightningStore | str | Path):
+    if store is not None and not isinstance(store, StorePlace):
         raise ConfigError(f"store={store!r:.80} is not a store; give LightningStore(...), a path or a URL")
 
 
 def configure_recording(
     *,
-    store: LightningStore | str | Path | None = None,
+    store: StorePlace | None = None,
     sampling_rate: float = 1.0,
     redact: Redact | None = None,
     retention: Retention | None = None,
@@ -153,19 +154,22 @@ def redact_spans(redact: Redact, spans: Sequence[Span]) -> list[Span]:
     return kept
 
 
-def redact_start(redact: Redact, task: Any, metadata: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The task and metadata of a session as they may be stored."""
-    values = _redacted(redact, {"task": task, "metadata": metadata}, "the task of a session")
-    values = {} if values is None else values
+def redact_start(redact: Redact, rollout: Rollout) -> Rollout:
+    """A session that begins, with the task and the metadata that may be stored."""
+    own = {name: value for name, value in rollout.metadata.items() if name in (SESSION, SAMPLING_RATE)}
+    given = {name: value for name, value in rollout.metadata.items() if name not in own}
+    values = _redacted(redact, {"task": rollout.input, "metadata": given}, "the task of a session") or {}
     allowed = values.get("metadata")
-    return values.get("task"), dict(allowed) if isinstance(allowed, Mapping) else {}
+    metadata = {**allowed, **own} if isinstance(allowed, Mapping) else own
+    return replace(rollout, input=values.get("task"), metadata=metadata)
 
 
-def redact_failure(redact: Redact, failure: Failure) -> Failure:
-    """A failure as it may be stored; its type stays."""
+def redact_end(redact: Redact, end: Attempt) -> Attempt:
+    """The end of a session that failed as it may be stored; the type of the failure stays."""
+    failure = Failure(**end.metadata["error"])
     values = _redacted(redact, exception_attributes(failure), "the failure of a session") or {}
     message, traceback = values.get(EXCEPTION_MESSAGE, ""), values.get(EXCEPTION_STACKTRACE, "")
-    return Failure(failure.type, str(message), str(traceback))
+    return replace(end, metadata={"error": asdict(Failure(failure.type, str(message), str(traceback)))})
 
 
 def _redact_span(redact: Redact, span: Span) -> Span | None:
@@ -184,7 +188,7 @@ def _redact_span(redact: Redact, span: Span) -> Span | None:
     return replace(span, attributes=attributes, events=events, status_message=message) if whole else None
 
 
-def _redacted(redact: Redact, attributes: dict[str, Any], what: str) -> dict[str, Any] | None:
+def _redacted(redact: Redact, attributes: Json, what: str) -> Json | None:
     try:
         allowed = redact(attributes)
         if not isinstance(allowed, Mapping):
@@ -199,34 +203,15 @@ def _redacted(redact: Redact, attributes: dict[str, Any], what: str) -> dict[str
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEnd:
-    """How a session ended."""
-
-    time: float
-    failure: Failure | None = None
-
-    @property
-    def status(self) -> Literal["succeeded", "failed"]:
-        return "succeeded" if self.failure is None else "failed"
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return {} if self.failure is None else {"error": asdict(self.failure)}
-
-
 @dataclass(slots=True, eq=False)
 class SessionRecord:
     """One session, and the sink of its spans. Once it has begun, what is not said below belongs to the thread that
     writes."""
 
-    rollout_id: str
+    rollout: Rollout
+    """As it began."""
     claim_id: str
     attempt_id: str
-    start_time: float
-    task: Any
-    mode: RolloutMode | None
-    metadata: dict[str, Any]
     process_id: int = field(default_factory=os.getpid)
     """Of the process that opened it."""
     redact: Redact | None = None
@@ -240,7 +225,12 @@ class SessionRecord:
     """The store has rejected it: nothing more of it is written."""
     spans: list[Span] = field(default_factory=list[Span])
     """Not yet written."""
-    end: SessionEnd | None = None
+    end: Attempt | None = None
+    """Its attempt, once that has ended."""
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        return self.rollout.rollout_id, self.attempt_id
 
     # -- in the user's threads -----------------------------------------------------------------------------------------
 
@@ -260,45 +250,45 @@ class SessionRecord:
         """Queue its end, which is never dropped. A daemonic worker, as in `multiprocessing.Pool`, waits until it is
         written: SIGTERM may end it at any time."""
         if (recorder := self.recorder) is not None:
-            recorder.offer([(self, SessionEnd(time.time(), failure))], always=True)
+            now, start = time.time(), self.rollout.start_time
+            status, said = ("succeeded", {}) if failure is None else ("failed", {"error": asdict(failure)})
+            end = Attempt(*self.ids, 1, start, status, now, last_heartbeat_time=now, metadata=said)
+            recorder.offer([(self, end)], always=True)
             if multiprocessing.current_process().daemon and not recorder.is_failing:
                 recorder.flush(PENDING_SECONDS)
 
     # -- in the thread that writes -------------------------------------------------------------------------------------
 
-    def add(self, what: Sequence[Span] | SessionEnd | None) -> None:
+    def add(self, what: Sequence[Span] | Attempt | None) -> None:
         """Prepare its start (None), spans of it, or its end for writing."""
         redact = self.redact
-        if isinstance(what, SessionEnd):
-            if redact is not None and what.failure is not None:
-                what = replace(what, failure=redact_failure(redact, what.failure))
-            self.end = what
+        if isinstance(what, Attempt):
+            self.end = what if redact is None or not what.metadata else redact_end(redact, what)
         elif what is not None:
             self.spans.extend(what if redact is None else redact_spans(redact, what))
         elif redact is not None:
-            own = {name: self.metadata.pop(name) for name in (SESSION, SAMPLING_RATE) if name in self.metadata}
-            self.task, self.metadata = redact_start(redact, self.task, self.metadata)
-            self.metadata |= own
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether something of it is to be written."""
-        return not self.written and bool(self.spans or self.end is not None or not self.in_store)
+            self.rollout = redact_start(redact, self.rollout)
 
     async def write(self, store: LightningStore) -> None:
         """Bring to the store what that does not have. May be called again after an error."""
         if self.lost:
             return self.drop_spans()
-        ids, end = (self.rollout_id, self.attempt_id), self.end
+        end = self.end
         if end is not None and not self.in_store:
             await store.add_records([self.whole(end)])
             return self.note_written()
         if not self.in_store:
             await self._start(store)
         if self.spans:
-            await self._write_spans(store)
+            try:
+                await store.add_many_spans(self.spans)
+                counters.add("spans_written", len(self.spans))
+            except REJECTED:
+                for span in self.spans:
+                    await _write_alone(store, span)
+            self.spans = []
         if end is not None:
-            await store.update_attempt(*ids, status=end.status, metadata=end.metadata)
+            await store.update_attempt(*self.ids, status=end.status, metadata=end.metadata)
             self.note_written()
 
     def note_written(self) -> None:
@@ -307,66 +297,31 @@ class SessionRecord:
         self.spans, self.in_store, self.written = [], True, True
 
     async def _start(self, store: LightningStore) -> None:
+        rollout = self.rollout
         await store.start_rollout(
-            self.task,
-            self.mode,
+            rollout.input,
+            rollout.mode,
             config=CONFIG,
-            metadata=self.metadata,
-            rollout_id=self.rollout_id,
+            metadata=rollout.metadata,
+            rollout_id=rollout.rollout_id,
             queue=SESSION_QUEUE,
             claim_id=self.claim_id,
         )
-        await store.update_attempt(self.rollout_id, self.attempt_id, status="running")
+        await store.update_attempt(*self.ids, status="running")
         self.in_store = True
-
-    async def _write_spans(self, store: LightningStore) -> None:
-        try:
-            await store.add_many_spans(self.spans)
-            counters.add("spans_written", len(self.spans))
-        except REJECTED:
-            for span in self.spans:
-                await _write_alone(store, span)
-        self.spans = []
-
-    def sanitize(self) -> None:
-        """Leave out the values that no store can hold."""
-        self.task, self.metadata = sanitize_value(self.task), sanitize_value(self.metadata)
-        self.spans = list(map(sanitize_span, self.spans))
-
-    def reject(self, error: AgentLightningError) -> None:
-        """The store does not take it: drop it, and count it."""
-        self.lost = True
-        counters.add("sessions_lost")
-        counters.warn("rejected", f"the store rejects session {self.rollout_id}: {error}")
-        self.drop_spans()
 
     def drop_spans(self) -> None:
         counters.add("spans_dropped", len(self.spans))
         self.spans = []
 
-    def whole(self, end: SessionEnd) -> RolloutRecord:
+    def whole(self, end: Attempt) -> RolloutRecord:
         """All of it."""
-        ids = self.rollout_id, self.attempt_id
-        common: dict[str, Any] = {
-            "start_time": self.start_time,
-            "status": end.status,
-            "end_time": end.time,
-        }
-        rollout = Rollout(
-            self.rollout_id,
-            self.task,
-            mode=self.mode,
-            config=CONFIG,
-            metadata=self.metadata,
-            queue=SESSION_QUEUE,
-            **common,
-        )
-        attempt = Attempt(*ids, 1, metadata=end.metadata, last_heartbeat_time=end.time, **common)
+        rollout = replace(self.rollout, status=end.status, end_time=end.end_time)
         spans = tuple(replace(span, sequence_id=number) for number, span in enumerate(self.spans, start=1))
-        return RolloutRecord(rollout, (attempt,), spans)
+        return RolloutRecord(rollout, (end,), spans)
 
 
-Record = tuple[SessionRecord, "Sequence[Span] | SessionEnd | None"]
+Record = tuple[SessionRecord, "Sequence[Span] | Attempt | None"]
 """A session that has begun (None), spans of it, or its end."""
 
 
@@ -379,14 +334,14 @@ class Recorder(Outbox[Record]):
     def __init__(self, name: str, place: str | None, token: str | None, store: LightningStore | None = None) -> None:
         self._place, self._token = place, token
         self._given = store
-        """Held, so that no other store gets its identity."""
+        """The user's, who closes it. Held, so that no other store gets its identity."""
         limits = {"batch": RECORDS_PER_CALL, "capacity": MOST_WAITING, "max_size": MOST_BYTES}
         super().__init__(name, patience=float("inf"), linger=LINGER_SECONDS, thread="agl-recorder", **limits)
-        self._store, self._owns_store = store, store is None
+        self._store = store
 
     def reset(self) -> None:
         super().reset()
-        self._store, self._owns_store = None, True
+        self._store = None
         self._open_sessions: dict[str, SessionRecord] = {}
         self.is_failing = False
         """Whether the last attempt to write has failed."""
@@ -421,7 +376,7 @@ class Recorder(Outbox[Record]):
 
     def leave(self, items: Sequence[Record], timeout: float) -> None:
         left = [item for item in items if not item[0].written]
-        lost, spans = len({session.rollout_id for session, _ in left}), _count_spans(left)
+        lost, spans = len({session.ids for session, _ in left}), _count_spans(left)
         counters.add("sessions_lost", lost)
         counters.add("spans_dropped", spans)
         counters.warn(
@@ -436,7 +391,7 @@ class Recorder(Outbox[Record]):
             await super().run()
         finally:
             beating.cancel()
-            if self._owns_store and self._store is not None:
+            if self._store is not None and self._store is not self._given:
                 with suppress(RuntimeError):  # at the end of the process, the store closes itself
                     await self._store.close()
 
@@ -447,7 +402,12 @@ class Recorder(Outbox[Record]):
             session.add(what)
 
     async def send(self, batch: list[Record]) -> None:
-        store, changed = self._opened(), [each for each in self._open_sessions.values() if each.is_changed]
+        store = self._opened()
+        changed = [
+            each
+            for each in self._open_sessions.values()
+            if not each.written and (each.spans or each.end or not each.in_store)
+        ]
         ended = [(each, each.end) for each in changed if each.end is not None and not (each.in_store or each.lost)]
         with suppress(*REJECTED):  # then each is written by itself
             await store.add_records([each.whole(end) for each, end in ended])
@@ -469,7 +429,7 @@ class Recorder(Outbox[Record]):
     def failed(self, error: Exception) -> None:
         self.is_failing = True
         if isinstance(error, StoreClosedError):  # the user has closed the store that they had given
-            self._store, self._owns_store = None, True
+            self._store = None
         counters.warn(
             f"store {self.name}",
             f"sessions cannot be recorded in {self.name}: {error}. The program goes on; up to {MOST_WAITING} records"
@@ -483,8 +443,7 @@ class Recorder(Outbox[Record]):
             going_on = [each for each in self._open_sessions.values() if each.in_store and not (each.end or each.lost)]
             try:
                 for session in going_on:
-                    ids = session.rollout_id, session.attempt_id
-                    await self._opened().update_attempt(*ids, last_heartbeat_time=time.time())
+                    await self._opened().update_attempt(*session.ids, last_heartbeat_time=time.time())
             except Exception as error:  # noqa: BLE001  whatever fails here must not reach the user's code
                 counters.warn("beat", f"the store {self.name} is not told that sessions go on: {error}")
             await self._prune()
@@ -502,8 +461,9 @@ class Recorder(Outbox[Record]):
     def _opened(self) -> LightningStore:
         if self._store is None:
             if self._place is None:
-                problem = "cannot be opened in another process; give track_session a path or a URL instead"
-                raise ConfigError(f"{self.name} {problem}")
+                raise ConfigError(
+                    f"{self.name} cannot be opened in another process; give track_session a path or a URL instead"
+                )
             self._store = _open(self._place, self._token)
         return self._store
 
@@ -514,10 +474,16 @@ async def _write(store: LightningStore, session: SessionRecord) -> None:
         try:
             await session.write(store)
         except REJECTED:
-            session.sanitize()
+            given = session.rollout
+            task, metadata = sanitize_value(given.input), sanitize_value(given.metadata)
+            session.rollout = replace(given, input=task, metadata=metadata)
+            session.spans = list(map(sanitize_span, session.spans))
             await session.write(store)
     except REJECTED as error:
-        session.reject(error)
+        session.lost = True
+        counters.add("sessions_lost")
+        counters.warn("rejected", f"the store rejects session {session.ids[0]}: {error}")
+        session.drop_spans()
 
 
 async def _write_alone(store: LightningStore, span: Span) -> None:
@@ -540,7 +506,7 @@ _lock = threading.Lock()
 _installed = threading.Event()
 
 
-def recorder_of(store: LightningStore | str | Path | None = None) -> Recorder:
+def recorder_of(store: StorePlace | None = None) -> Recorder:
     """The recorder of a store: of the one given or named, else of `LightningStore()` in the current directory.
     Raises ConfigError for anything else."""
     check_store(store)
@@ -653,7 +619,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    counters.after_fork()
+    counters.lock = threading.RLock()  # a thread of the parent may hold it
     implicit_sessions.clear()  # They are the parent's.
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
 from copy import copy
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, Self, TypeVar, get_args, overload
 
 import orjson
@@ -27,18 +27,20 @@ import orjson
 from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.errors import ConfigError, Failure
 from agentlightning.recording.recorder import (
+    CONFIG,
     SAMPLING_RATE,
     SESSION,
+    SESSION_QUEUE,
     RecordingSettings,
     SessionRecord,
+    StorePlace,
     check_store,
     current_settings,
     end_implicit,
     recorder_of,
 )
-from agentlightning.rollouts import RolloutMode
+from agentlightning.rollouts import Rollout, RolloutMode
 from agentlightning.span import EXCEPTION
-from agentlightning.store.base import LightningStore
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
 from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes
@@ -65,6 +67,7 @@ IMPLICIT: Final = "implicit"
 PLAIN = (str, int, float, bool, type(None))
 
 
+@dataclass(eq=False, repr=False)
 class Session(Block):
     """One session; it also decorates functions. Created by `track_session`.
 
@@ -73,29 +76,25 @@ class Session(Block):
     'at-'
     """
 
-    def __init__(
-        self,
-        task: Any,
-        store: LightningStore | str | Path | None,
-        name: str | None,
-        metadata: Mapping[str, Any] | None,
-        mode: RolloutMode | None,
-        only_marked: bool,
-    ) -> None:
-        check_store(store)
-        if metadata is not None and not isinstance(metadata, Mapping):
-            raise ConfigError(f"metadata={metadata!r:.80} is not a dict")
-        if name is not None and not isinstance(name, str):
-            raise ConfigError(f"name={name!r:.80} is not a string")
-        if mode is not None and mode not in get_args(RolloutMode):
-            raise ConfigError(f"mode={mode!r:.80} is not train, val or test")
-        self._task, self._store, self._name, self._metadata = task, store, name, metadata
-        self._mode: RolloutMode | None = mode
-        self._only_marked = only_marked
-        self._scope: Scope | None = None
-        """That of the rollout that it is, or is part of."""
-        self._own: SessionRecord | None = None
-        self._entered: AbstractContextManager[Scope] | None = None
+    _task: Any = None
+    _store: StorePlace | None = None
+    _name: str | None = None
+    _metadata: Mapping[str, Any] | None = None
+    _mode: RolloutMode | None = None
+    _only_marked: bool = False
+    _scope: Scope | None = None
+    """That of the rollout that it is, or is part of."""
+    _own: SessionRecord | None = None
+    _entered: AbstractContextManager[Scope] | None = None
+
+    def __post_init__(self) -> None:
+        check_store(self._store)
+        if self._metadata is not None and not isinstance(self._metadata, Mapping):
+            raise ConfigError(f"metadata={self._metadata!r:.80} is not a dict")
+        if self._name is not None and not isinstance(self._name, str):
+            raise ConfigError(f"name={self._name!r:.80} is not a string")
+        if self._mode is not None and self._mode not in get_args(RolloutMode):
+            raise ConfigError(f"mode={self._mode!r:.80} is not train, val or test")
 
     @property
     def rollout_id(self) -> str:
@@ -156,16 +155,16 @@ class Session(Block):
         metadata = {} if self._metadata is None else _snapshot(dict(self._metadata))
         if settings.sampling_rate < 1:
             metadata[SAMPLING_RATE] = settings.sampling_rate
-        return SessionRecord(
-            rollout_id=new_id("ro"),
-            claim_id=claim_id,
-            attempt_id=claimed_id(claim_id, 0),
+        rollout = Rollout(
+            new_id("ro"),
+            _snapshot(self._task),
             start_time=time.time(),
-            task=_snapshot(self._task),
             mode=self._mode,
+            config=CONFIG,
             metadata={**metadata, SESSION: self._name or ""},
-            redact=settings.redact,
+            queue=SESSION_QUEUE,
         )
+        return SessionRecord(rollout, claim_id, claimed_id(claim_id, 0), redact=settings.redact)
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if self._own is None or self._entered is None:
@@ -202,7 +201,7 @@ def track_session(function: Callable[P, R], /) -> Callable[P, R]: ...  # pyright
 def track_session(
     task: Any = None,
     *,
-    store: LightningStore | str | Path | None = None,
+    store: StorePlace | None = None,
     name: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     mode: RolloutMode | None = None,
@@ -211,7 +210,7 @@ def track_session(
 def track_session(
     task: Any = None,
     *,
-    store: LightningStore | str | Path | None = None,
+    store: StorePlace | None = None,
     name: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     mode: RolloutMode | None = None,
@@ -247,8 +246,7 @@ def begin_implicit() -> Scope:
         " around each piece of work to make rollouts of your own",
     )
     speaker = current_speaker()
-    session = Session(None, None, IMPLICIT, None, None, False)
-    inside = implicit_sessions[speaker] = session._begin_own()  # pyright: ignore[reportPrivateUsage]
+    inside = implicit_sessions[speaker] = Session(_name=IMPLICIT)._begin_own()  # pyright: ignore[reportPrivateUsage]
     if isinstance(speaker, asyncio.Task):
         speaker.add_done_callback(end_implicit)
     return inside
@@ -273,7 +271,7 @@ def carry_session(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _scope_of(session: SessionRecord) -> Scope:
-    ids = session.rollout_id, session.attempt_id
+    ids = session.ids
     if session.recorder is None or session.recorder.server is None:
         return Scope(*ids, session)
     client_headers.install()

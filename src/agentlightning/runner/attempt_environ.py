@@ -105,8 +105,10 @@ def task_variables(task: Any, fields: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, key in fields.items():
         if key not in values:
-            has = ", ".join(map(str, values)) or "no fields"
-            raise AgentError(f"the variable {name} is to hold the task's field {key!r}, but the task has: {has}")
+            raise AgentError(
+                f"the variable {name} is to hold the task's field {key!r}, but the task has:"
+                f" {', '.join(map(str, values)) or 'no fields'}"
+            )
         value = found[name] = as_text(values[key])
         if "\0" in value or len(value.encode(errors="replace")) > MAX_VARIABLE_BYTES:
             raise AgentError(

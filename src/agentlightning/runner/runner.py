@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import socket
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,10 @@ from agentlightning.observability.logs import about
 from agentlightning.resources import LLM, NamedResources, ProxyLLM
 from agentlightning.rollouts import Attempt, AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
-from agentlightning.runner.agents.spec import AgentLike
+from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_spec
+from agentlightning.runner.attempt_environ import check_variables
 from agentlightning.runner.hosts.host_pool import HostPool, LostAttemptError
-from agentlightning.runner.hosts.messages import Done
+from agentlightning.runner.hosts.messages import Done, Load
 from agentlightning.span import (
     ERROR_TYPE,
     EXCEPTION,
@@ -58,6 +61,7 @@ from agentlightning.store.ids import new_id
 from agentlightning.tracing.agent_spans import event_span, sanitize_span
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.outbox import Outbox, Retry
+from agentlightning.util.json_values import Json
 
 logger = logging.getLogger(__name__)
 
@@ -133,14 +137,14 @@ class _ActiveAttempt:
 class Runner:
     """Executes an agent on the rollouts of a store.
 
-    The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/reward.py`. `concurrency` attempts
-    run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of a new
-    process, forked from one that has imported the agent, and `hosts` is ignored. That begins by itself, with a
-    warning, once an attempt or a reward changes what its process shares (working directory, signals,
-    redirected output), or calls a model from where its attempt cannot be told. An attempt lost to another's crash is
-    repeated in a process of its own. Neither counts against `max_attempts`. `env` maps environment variables to the
-    fields of a dict task that they hold; the fields in `hide` are given to the reward function only. `cwd` is the
-    working directory of the agent, `log` the file for its output.
+    The forms of `agent` and `reward` are described in `agents/agent.py` and `agents/arguments.py`. `concurrency`
+    attempts run at once, spread over `hosts` processes; with `fresh_process`, each attempt runs on the main thread of a
+    new process, forked from one that has imported the agent, and `hosts` is ignored. That begins by itself, with a
+    warning, once an attempt or a reward changes what its process shares (working directory, signals, redirected
+    output), or calls a model from where its attempt cannot be told. An attempt lost to another's crash is repeated in a
+    process of its own. Neither counts against `max_attempts`. `env` maps environment variables to the fields of a dict
+    task that they hold; the fields in `hide` are given to the reward function only. `cwd` is the working directory of
+    the agent, `log` the file for its output.
 
     `server_url` and `secret` form each attempt's URLs and key; the URL can also be passed to `start`. With
     `redirect=True` the agent's model calls go to that server, with None only to the proxy that the rollout's resources
@@ -181,17 +185,14 @@ class Runner:
         self.store = store
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._wake = asyncio.Event()
+        scorer = None if reward is None else function_spec(reward)
         self.pool = HostPool(
-            agent,
-            reward=reward,
+            Load(agent_spec(agent), scorer, check_variables(env or {}, hide), tuple(hide), grace),
             concurrency=concurrency,
             hosts=hosts,
             fresh=fresh_process,
-            env=env,
-            hide=hide,
             cwd=cwd,
             log=log,
-            grace=grace,
             on_change=self._wake.set,
             on_broken=self._fail,
         )
@@ -202,10 +203,13 @@ class Runner:
         self.redirect = redirect
         self._secret = secret
         self._loaded = False
-        self._concurrency = concurrency
-        self._queues = None if queues is None else tuple(queues)
-        self._remaining_claims = max_rollouts
-        self._heartbeat_seconds = _heartbeat_interval(heartbeat_seconds, lease_seconds)
+        self._queues = queues
+        self._remaining_claims = math.inf if max_rollouts is None else max_rollouts
+        if lease_seconds is not None:
+            if lease_seconds <= 0:
+                raise ConfigError(f"lease_seconds={lease_seconds:g}: the lease must be positive; use None for no lease")
+            heartbeat_seconds = min(heartbeat_seconds, lease_seconds / 4)  # so that a few heartbeats may be late
+        self._heartbeat_seconds = heartbeat_seconds
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
         self._retry = Retry(patience)
@@ -231,7 +235,7 @@ class Runner:
         """Start importing the agent in another process, and return immediately. Needs no event loop and no server URL;
         with both a URL and `redirect`, clients that the agent creates at import time use that server too."""
         url = self.server_url if self.redirect else None
-        self.pool.spawn(None if url is None else import_environment(url, self._secret, self.worker_id))
+        self.pool.spawn(import_environment(url, self._secret, self.worker_id) if url else {})
 
     async def load(self) -> None:
         """Wait until the agent is imported and a host is ready; `start` includes this. Raises AgentError."""
@@ -246,7 +250,7 @@ class Runner:
         self._loaded = True
 
     async def start(self, server_url: str | None = None) -> None:
-        """Wait until the runner has ended or has completed `max_rollouts`. Raises the error that ended it."""
+        """Load the agent, register and begin to claim rollouts. Raises AgentError, and ConfigError without a URL."""
         self.server_url = server_url or self.server_url
         if self.server_url is None:
             raise ConfigError("the runner needs server_url, where agents reach the gateway; pass it to start()")
@@ -258,8 +262,8 @@ class Runner:
         self._helpers = [self._create_supervised_task(self._watch()), self._create_supervised_task(self._writer.run())]
 
     async def _register(self, **more: Any) -> None:
-        stats = asdict(self.statistics) | more
-        await self.store.update_worker(self.worker_id, stats, lease_seconds=self._lease_seconds)
+        counts = asdict(self.statistics)
+        await self.store.update_worker(self.worker_id, counts | more, lease_seconds=self._lease_seconds)
 
     def _beat(self) -> None:
         """Renew the lease, however busy the event loop of the runner is."""
@@ -333,8 +337,15 @@ class Runner:
                 attempt.task.cancel()
         if left:
             await asyncio.wait([attempt.task for attempt in left])
-        if self.error is None:
-            await self._deregister([*self._claimed, *(each.claimed for each in left if each.task.cancelled())])
+        if self.error is not None:
+            return
+        unfinished = [*self._claimed, *(each.claimed for each in left if each.task.cancelled())]
+        sign_off = asyncio.get_running_loop().create_task(self._sign_off(unfinished))
+        await self._wait_for([sign_off], None)
+        await asyncio.wait({sign_off}, timeout=SIGN_OFF_SECONDS)
+        if not sign_off.done():
+            sign_off.cancel()
+            logger.warning("the store does not answer; %d rollouts are left to the lease", len(unfinished))
 
     async def _wait_for(self, tasks: Sequence[asyncio.Task[None]], seconds: float | None) -> None:
         """Wait for the tasks, at most so many seconds, and until `stop_at_once` or an error."""
@@ -346,36 +357,27 @@ class Runner:
         for task in (stop_at_once, ended):
             task.cancel()
 
-    async def _deregister(self, left: Sequence[AttemptedRollout]) -> None:
-        """Requeue what is left and deregister the worker, within SIGN_OFF_SECONDS after `stop_at_once`."""
-        sign_off = asyncio.get_running_loop().create_task(self._sign_off(left))
-        await self._wait_for([sign_off], None)
-        await asyncio.wait({sign_off}, timeout=SIGN_OFF_SECONDS)
-        if not sign_off.done():
-            sign_off.cancel()
-            logger.warning("the store does not answer; %d rollouts are left to the lease", len(left))
-
     async def _sign_off(self, left: Sequence[AttemptedRollout]) -> None:
+        """Requeue what is left and deregister the worker."""
         try:
-            reason = f"the runner {self.worker_id} was stopped"
-            await asyncio.gather(*(self._requeue(each, reason) for each in left))
+            await asyncio.gather(*(self._requeue(each, f"the runner {self.worker_id} was stopped") for each in left))
             await self._writer.written()
             await self._stop_heart()  # it would register the runner again
-            await self._retry(lambda: self._register(stopped=True))
+            await self._retry(self._register, stopped=True)
         except StoreError as error:
             logger.warning("the runner %s could not sign off: %s", self.worker_id, error)
 
     async def _requeue(self, claimed: AttemptedRollout, reason: str) -> None:
         """Requeue a rollout that is still assigned to this runner. The attempt does not count against its limit."""
-        ids, config = (claimed.rollout_id, claimed.attempt.attempt_id), claimed.config
+        ids, config = claimed.ids, claimed.config
         with suppress(NotFoundError, ConflictError):  # deleted, finished or cancelled meanwhile
-            latest = await self._retry(lambda: self.store.get_latest_attempt(ids[0]))
+            latest = await self._retry(self.store.get_latest_attempt, ids[0])
             if latest is None or latest.attempt_id != ids[1] or latest.status not in ("preparing", "running"):
                 return
             if config.max_attempts > 1:
                 more = config.model_copy(update={"max_attempts": config.max_attempts + 1})
-                await self._retry(lambda: self.store.update_rollout(ids[0], config=more))
-            await self._retry(lambda: self.store.requeue_rollout(ids[0], reason))
+                await self._retry(self.store.update_rollout, ids[0], config=more)
+            await self._retry(self.store.requeue_rollout, ids[0], reason)
             self._counts["requeued"] += 1
 
     # -- failure -----------------------------------------------------------------------------------------------------
@@ -404,7 +406,7 @@ class Runner:
 
     async def _claim(self) -> None:
         while True:
-            free = self._free_slots()
+            free = int(min(self.pool.capacity - len(self._active), self._remaining_claims))
             if free <= 0:
                 if self._remaining_claims == 0 and not self._active:
                     self._ended.set()
@@ -414,33 +416,29 @@ class Runner:
                 continue
             claim_id = new_id("cl")  # if the response is lost, the claim is repeated under the same id
             self._claimed = await self._retry(
-                lambda free=free, claim_id=claim_id: self.store.dequeue_many_rollouts(
-                    free, self.worker_id, self._poll_seconds, queues=self._queues, claim_id=claim_id
-                )
+                self.store.dequeue_many_rollouts,
+                free,
+                self.worker_id,
+                self._poll_seconds,
+                queues=self._queues,
+                claim_id=claim_id,
             )
-            if self._remaining_claims is not None:
-                self._remaining_claims -= len(self._claimed)
+            self._remaining_claims -= len(self._claimed)
             await self._launch(self._claimed)
-
-    def _free_slots(self) -> int:
-        free = min(self._concurrency, self.pool.capacity) - len(self._active)
-        return free if self._remaining_claims is None else min(free, self._remaining_claims)
 
     async def _launch(self, claimed: list[AttemptedRollout]) -> None:
         versions: dict[str | None, NamedResources | None] = {}
         while claimed:
             rollout = claimed[0]
             if rollout.resources_id not in versions:
-                versions[rollout.resources_id] = await self._retry(
-                    lambda wanted=rollout.resources_id: self._resources(wanted)
-                )
+                versions[rollout.resources_id] = await self._retry(self._resources, rollout.resources_id)
             task = self._create_supervised_task(self._attempt(rollout, versions[rollout.resources_id]))
             attempt_id = rollout.attempt.attempt_id
             self._active[attempt_id] = _ActiveAttempt(claimed.pop(0), task)
-            task.add_done_callback(lambda _, attempt_id=attempt_id: self._on_attempt_done(attempt_id))
+            task.add_done_callback(partial(self._on_attempt_done, attempt_id))
             self._counts["claimed"] += 1
 
-    def _on_attempt_done(self, attempt_id: str) -> None:
+    def _on_attempt_done(self, attempt_id: str, _: object) -> None:
         self._active.pop(attempt_id, None)
         self._wake.set()
 
@@ -457,16 +455,16 @@ class Runner:
     async def _attempt(self, claimed: AttemptedRollout, resources: NamedResources | None) -> None:
         with about(rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id, worker_id=self.worker_id):
             rollout_id = claimed.rollout_id
-            try:
-                outcome = await self._execute(claimed, resources, rollout_id in self._alone)
-            except LostAttemptError as lost:
-                outcome = lost
+            outcome = await self._execute(claimed, resources, rollout_id in self._alone)
             attempt = self._active.get(claimed.attempt.attempt_id)
             if attempt is not None:
                 attempt.reporting = True
             await self._writer.written()
             if isinstance(outcome, LostAttemptError):
-                return await self._repeat(claimed, outcome)
+                self._alone.add(rollout_id)
+                self._remaining_claims += 1
+                logger.info("an attempt is repeated: %s", outcome)
+                return await self._requeue(claimed, str(outcome))
             status, metadata = outcome
             if status == "succeeded":
                 self._alone.discard(rollout_id)
@@ -476,20 +474,19 @@ class Runner:
 
     async def _execute(
         self, claimed: AttemptedRollout, resources: NamedResources | None, alone: bool
-    ) -> tuple[AttemptStatus, dict[str, Any]]:
+    ) -> tuple[AttemptStatus, Json] | LostAttemptError:
         """Run an attempt until it ends: its status, and the metadata to store with it. One that fails because it has
-        had all the answers that it may have has not failed by itself: what it did until then is its rollout. Raises
-        LostAttemptError for one that is to be repeated. `alone`: in a process of its own."""
+        had all the answers that it may have has not failed by itself: what it did until then is its rollout. The error
+        of one that was lost for no fault of its own, and is to be repeated. `alone`: in a process of its own."""
         try:
             if resources is None:
                 raise AgentError(f"the rollout asks for the resources {claimed.resources_id!r}, which the store lacks")
             done = await self._run(claimed, resources, alone)
-        except LostAttemptError:
-            raise
+        except LostAttemptError as lost:
+            return lost
         except TimeoutError:
-            seconds = claimed.config.timeout_seconds
-            timeout = AgentTimeoutError(f"the agent did not end within its {seconds:g} s and was stopped")
-            return "timeout", self._record_failure(claimed, timeout)
+            said = f"the agent did not end within its {claimed.config.timeout_seconds:g} s and was stopped"
+            return "timeout", self._record_failure(claimed, AgentTimeoutError(said))
         except AgentError as error:
             metadata = self._record_failure(claimed, error)
         else:
@@ -504,51 +501,38 @@ class Runner:
         """Whether a call was refused because of the limit on answers."""
         if not any(isinstance(each, LLM) and each.max_calls is not None for each in resources.values()):
             return False
-        ids = claimed.rollout_id, claimed.attempt.attempt_id
-        spans = await self._retry(lambda: self.store.query_spans(*ids))
+        spans = await self._retry(self.store.query_spans, *claimed.ids)
         return any(span.attributes.get(ERROR_TYPE) == TURN_LIMIT_REACHED for span in spans)
 
     async def _run(self, claimed: AttemptedRollout, resources: NamedResources, alone: bool) -> Done:
         url = self.server_url or ""
-        ids = claimed.rollout_id, claimed.attempt.attempt_id
         llm = first_llm(resources)
         proxy_url = llm.root_url if isinstance(llm, ProxyLLM) else None
         redirect = self.redirect or (self.redirect is None and proxy_url is not None)
-        environment = attempt_environment(url, self._secret, *ids, redirect=redirect, model_url=proxy_url)
+        environment = attempt_environment(url, self._secret, *claimed.ids, redirect=redirect, model_url=proxy_url)
         environment[PATIENCE] = f"{self._retry.patience:g}"
         if redirect:
             environment |= worker_environment(proxy_url or url, self._secret, self.worker_id)
         if redirect and llm is not None:
             environment["AGL_MODEL"] = llm.model
-        timeout = claimed.config.timeout_seconds
-        return await self.pool.run(claimed, resources, url, environment, self._writer.put, timeout, alone)
+        return await self.pool.run(claimed, resources, url, environment, self._writer.put, alone)
 
-    def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> dict[str, Any]:
+    def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> Json:
         """Record a failure that the agent's process could not record itself."""
         failure = Failure.of(error.with_traceback(None))  # the runner's own frames say nothing about the agent
-        ids = claimed.rollout_id, claimed.attempt.attempt_id
-        self._writer.put([event_span(*ids, EXCEPTION, exception_attributes(failure), failure.message)])
+        self._writer.put([event_span(*claimed.ids, EXCEPTION, exception_attributes(failure), failure.message)])
         return {"error": asdict(failure)}
 
-    async def _report(self, claimed: AttemptedRollout, status: AttemptStatus, metadata: dict[str, Any]) -> str:
+    async def _report(self, claimed: AttemptedRollout, status: AttemptStatus, metadata: Json) -> str:
         """Report the end of an attempt to the store. Returns its status, or "discarded" if the store had moved on."""
-        ids = (claimed.rollout_id, claimed.attempt.attempt_id)
         try:
-            attempt = await self._retry(lambda: self.store.update_attempt(*ids, status=status, metadata=metadata))
+            attempt = await self._retry(self.store.update_attempt, *claimed.ids, status=status, metadata=metadata)
         except NotFoundError:
             return "discarded"
         except ConflictError:  # the store has ended it; if that was the same timeout, only the metadata is missing
-            attempt = await self._retry(lambda: self.store.update_attempt(*ids, metadata=metadata))
+            attempt = await self._retry(self.store.update_attempt, *claimed.ids, metadata=metadata)
             return status if attempt.status == status else "discarded"
         return "discarded" if attempt.metadata.get("superseded") else status
-
-    async def _repeat(self, claimed: AttemptedRollout, lost: LostAttemptError) -> None:
-        """Requeue a rollout whose attempt was lost for no fault of its own."""
-        self._alone.add(claimed.rollout_id)
-        if self._remaining_claims is not None:
-            self._remaining_claims += 1
-        logger.info("an attempt is repeated: %s", lost)
-        await self._requeue(claimed, str(lost))
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
@@ -561,10 +545,12 @@ class Runner:
             running = {claimed.attempt.attempt_id: claimed.rollout_id for claimed in claims}
             if not running:
                 continue
-            latest = await self._retry(lambda running=running: self.store.get_latest_attempts([*running.values()]))
+            latest = await self._retry(self.store.get_latest_attempts, [*running.values()])
             ours = await asyncio.gather(*(self._is_ours(each) for each in latest if each.attempt_id in running))
             for attempt_id in running.keys() - set(ours):
-                self._discard(attempt_id)
+                attempt = self._active.get(attempt_id)
+                if attempt is not None and not attempt.reporting and attempt.task.cancel():
+                    self._counts["discarded"] += 1
 
     async def _is_ours(self, attempt: Attempt) -> str | None:
         """The id of an attempt that is still assigned to this runner, as the latest of its rollout. An `unresponsive`
@@ -572,22 +558,8 @@ class Runner:
         ids = attempt.rollout_id, attempt.attempt_id
         if attempt.status == "unresponsive":
             try:
-                attempt = await self._retry(lambda: self.store.update_attempt(*ids, last_heartbeat_time=time.time()))
+                attempt = await self._retry(self.store.update_attempt, *ids, last_heartbeat_time=time.time())
             except NotFoundError:
                 return None
         still = attempt.status in ("preparing", "running") and not attempt.metadata.get("superseded")
         return attempt.attempt_id if still else None
-
-    def _discard(self, attempt_id: str) -> None:
-        attempt = self._active.get(attempt_id)
-        if attempt is not None and not attempt.reporting and attempt.task.cancel():
-            self._counts["discarded"] += 1
-
-
-def _heartbeat_interval(seconds: float, lease: float | None) -> float:
-    """At most a quarter of the lease, so that a few heartbeats may be late."""
-    if lease is None:
-        return seconds
-    if lease <= 0:
-        raise ConfigError(f"lease_seconds={lease:g}: the lease must be positive; use None for no lease")
-    return min(seconds, lease / 4)

@@ -45,7 +45,7 @@ from agentlightning.engine.servers.open import open_servers
 from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
 from agentlightning.errors import AgentLightningError, ConfigError, ConflictError
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.local import LocalSettings, UpdateGates
+from agentlightning.gateway.local import UpdateGates
 from agentlightning.observability.metrics import counters, metric_of
 from agentlightning.store.http.encoding import MAX_BODY_BYTES, RequestError
 from agentlightning.store.http.endpoint import endpoint, read_body, respond
@@ -276,7 +276,7 @@ class JoinedPolicies:
             policy = self._policies[model] = JoinedPolicy(request, servers, gateway.gates)
             self._counts.append(policy.counts)
         policy.watch = asyncio.create_task(self._watch(policy))
-        gateway.add_policy(model, policy, LocalSettings(request.structured_output, request.record_top_logprobs))
+        gateway.add_policy(model, policy, request)
         if old is not None:  # Its trainer was started again: what it held back goes on with the weights it has now.
             await old.close()
             await policy.release(updated=False)

@@ -57,8 +57,8 @@ wait_time: ContextVar[WaitTime | None] = ContextVar("agentlightning_wait_time", 
 
 class Observer(Protocol):
     def on_start(self, method: str) -> None:
-        """A call has started."""
-        ...
+        """A call has started; by default nothing is done."""
+        return
 
     def on_end(self, call: CallRecord) -> None:
         """A call has ended, with a result, an error, or by being cancelled."""
@@ -71,7 +71,7 @@ class _InstrumentedStore(LightningStoreBase):
     def __init__(self, store: LightningStoreBase, observers: Sequence[Observer]) -> None:
         self.store = store
         """The store that does the work."""
-        self._observers = tuple(observers)
+        self.observers = tuple(observers)
 
     def __repr__(self) -> str:
         return repr(self.store)
@@ -79,14 +79,10 @@ class _InstrumentedStore(LightningStoreBase):
     def iter_spans(self, rollout_ids: Sequence[str], tokens: bool = True) -> AsyncIterator[tuple[str, list[Span]]]:
         return self.store.iter_spans(rollout_ids, tokens)
 
-    def notify_start(self, method: str) -> None:
-        for observer in self._observers:
-            observer.on_start(method)
-
     def notify_end(self, call: CallRecord) -> None:
         if call.waits and (waited := wait_time.get()) is not None:
             waited.seconds = max(waited.seconds, call.seconds)
-        for observer in self._observers:
+        for observer in self.observers:
             try:
                 observer.on_end(call)
             except Exception:  # a bug in an observer must not fail the call
@@ -95,16 +91,20 @@ class _InstrumentedStore(LightningStoreBase):
 
 def _forward(name: str) -> Callable[..., Any]:
     async def method(self: _InstrumentedStore, *arguments: Any, **options: Any) -> Any:
-        self.notify_start(name)
-        start = time.perf_counter()
+        for observer in self.observers:
+            observer.on_start(name)
+        start, call = time.perf_counter(), CallRecord(name, arguments, options, 0.0)
         try:
             new = await _new(self.store, *arguments, **options) if name == "add_records" else []
-            result = await getattr(self.store, name)(*arguments, **options)
+            call.result = result = await getattr(self.store, name)(*arguments, **options)
+            added = {"add_span": [result], "add_many_spans": result, "add_records": new if result else ()}
+            call.spans = added.get(name, ())
         except BaseException as error:
-            self.notify_end(CallRecord(name, arguments, options, time.perf_counter() - start, error=error))
+            call.error = error
             raise
-        spans = {"add_span": [result], "add_many_spans": result, "add_records": new if result else ()}.get(name, ())
-        self.notify_end(CallRecord(name, arguments, options, time.perf_counter() - start, result, spans=spans))
+        finally:
+            call.seconds = time.perf_counter() - start
+            self.notify_end(call)
         return result
 
     return method

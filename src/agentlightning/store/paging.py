@@ -13,9 +13,9 @@ PAGE_BYTES: Final = 4 * 1024 * 1024
 class PageSizer:
     """Chooses how many items to read at once: few at first, then about `target_bytes`, at most `max_items` items."""
 
-    def __init__(self, target_bytes: int = PAGE_BYTES, max_items: int | None = None, first: int = 8) -> None:
+    def __init__(self, target_bytes: int = PAGE_BYTES, max_items: int = PAGE, first: int = 8) -> None:
         self._target_bytes = target_bytes
-        self._max_items = PAGE if max_items is None else max_items
+        self._max_items = max_items
         self.items = min(first, self._max_items)
 
     def record(self, items: int, size: int) -> None:

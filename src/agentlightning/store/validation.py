@@ -33,7 +33,7 @@ def to_json(value: Any, what: str, of: str = "", default: Callable[[Any], Any] |
         raise ConfigError(
             f"{what}{of} cannot be stored as JSON: {error}; use str, int, float, bool, None, list, dict"
         ) from error
-    if "null" in text and (found := find_not_finite(value)) is not None:
+    if text.rfind("null") >= 0 and (found := find_not_finite(value)) is not None:
         raise ConfigError(
             f"{what}{found[0]}{of} is {found[1]}, which JSON cannot hold; leave it out or send it as text"
         )

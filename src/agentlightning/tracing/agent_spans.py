@@ -21,6 +21,7 @@ from agentlightning import span as names
 from agentlightning.attempt_address import attempt_trace_id
 from agentlightning.rollouts import ATTEMPT_TRANSITIONS, Attempt
 from agentlightning.span import Span, new_span_id
+from agentlightning.util.json_values import Json
 
 GATEWAY_ATTRIBUTES: Final = frozenset(
     {
@@ -47,6 +48,10 @@ GATEWAY_ATTRIBUTES: Final = frozenset(
         names.DRIFT_REASON,
         names.CONSTRAINT,
         names.VIOLATIONS,
+        names.TURN_LIMIT,
+        names.REPLAYS,
+        names.BEGUN,
+        names.REPLAY_MISMATCH,
         names.SUPERSEDED,
         names.LATE,
         names.STRIPPED,
@@ -60,7 +65,7 @@ GATEWAY_ATTRIBUTES: Final = frozenset(
 """Attributes that only the gateway or the store writes."""
 
 
-def agent_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+def agent_attributes(attributes: Json) -> Json:
     """The attributes that an agent may write; the same object if nothing is stripped."""
     if GATEWAY_ATTRIBUTES.isdisjoint(attributes):
         return attributes
@@ -79,9 +84,7 @@ def late_mark(attempt: Attempt | None) -> Mapping[str, Any]:
     return {names.LATE: True} if attempt is not None and not ATTEMPT_TRANSITIONS[attempt.status] else {}
 
 
-def event_span(
-    rollout_id: str, attempt_id: str, name: str, attributes: dict[str, Any], error: str | None = None
-) -> Span:
+def event_span(rollout_id: str, attempt_id: str, name: str, attributes: Json, error: str | None = None) -> Span:
     """A span of an attempt that begins and ends now; with `error`, its status is ERROR."""
     now, code = time.time(), "UNSET" if error is None else "ERROR"
     trace_id, span_id = attempt_trace_id(attempt_id), new_span_id()
@@ -99,7 +102,7 @@ def sanitize_span(span: Span) -> Span:
     """A span that every store accepts; equal to the given one if that is valid."""
     return replace(
         span,
-        name=_name(span.name),
+        name=valid_text(span.name).replace("\0", "\N{REPLACEMENT CHARACTER}"),
         status_message=None if span.status_message is None else valid_text(span.status_message),
         attributes=_object(span.attributes, 0),
         resource=_object(span.resource, 0),
@@ -108,11 +111,6 @@ def sanitize_span(span: Span) -> Span:
             for event in span.events
         ),
     )
-
-
-def sanitize_value(value: Any) -> Any:
-    """A JSON value that every store accepts; equal to the given one if that is valid."""
-    return _value(value, 0)
 
 
 def valid_text(text: str) -> str:
@@ -127,15 +125,12 @@ def number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _name(text: str) -> str:
-    return valid_text(text).replace("\0", "\N{REPLACEMENT CHARACTER}")
+def _object(values: Mapping[Any, Any], depth: int) -> Json:
+    return {valid_text(str(name)): sanitize_value(value, depth + 1) for name, value in values.items()}
 
 
-def _object(values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
-    return {valid_text(str(name)): _value(value, depth + 1) for name, value in values.items()}
-
-
-def _value(value: Any, depth: int) -> Any:
+def sanitize_value(value: Any, depth: int = 0) -> Any:
+    """A JSON value that every store accepts; equal to the given one if that is valid."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -147,5 +142,5 @@ def _value(value: Any, depth: int) -> Any:
     if depth < _DEEPEST and isinstance(value, Mapping):
         return _object(cast("Mapping[Any, Any]", value), depth)
     if depth < _DEEPEST and isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_value(item, depth + 1) for item in cast("Sequence[Any]", value)]
+        return [sanitize_value(item, depth + 1) for item in cast("Sequence[Any]", value)]
     return valid_text(str(value))

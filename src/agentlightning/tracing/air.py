@@ -19,13 +19,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Final, TypeAlias, TypeVar
 
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.span import Span, counts, usable_reward
 from agentlightning.util.json_values import recorded_objects
+from agentlightning.util.plugins import Registry
 
 Rule: TypeAlias = Callable[..., Any]
 """(span) or (span, spans of the attempt in order) -> score, or None."""
@@ -36,7 +36,7 @@ TOOL_OPERATION: Final = "execute_tool"
 QUOTED_WORDS: Final = 5
 """Consecutive words of a tool's result that a later answer must repeat to have used it; all of a shorter result."""
 
-_RULES: dict[str, Rule] = {}
+RULES: Final = Registry("air_rules", "AIR rule")
 
 
 def air_rule(function: R) -> R:
@@ -50,7 +50,7 @@ def air_rule(function: R) -> R:
     >>> agl.TrainConfig(air={"short_answer": 0.05}).air
     {'short_answer': 0.05}
     """
-    _RULES[function.__name__] = function
+    RULES[function.__name__] = function
     return function
 
 
@@ -63,7 +63,11 @@ class AutomaticRewards:
 
     def reward_spans(self, spans: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
         """The rewards of one attempt as spans. `spans`: all of its spans; `calls`: those that are model calls."""
-        own = sorted((span for span in spans if is_of_agent(span)), key=lambda span: span.sequence_id)
+        # Rules see what counts, but for rewards and what a reward function has recorded.
+        seen = [
+            each for each in spans if counts(each) and each.name != names.REWARD and names.JUDGE not in each.attributes
+        ]
+        own = sorted(seen, key=lambda span: span.sequence_id)
         known = {call.span_id for call in calls}
         found: list[Span] = []
         call: str | None = None
@@ -93,32 +97,20 @@ def _reward(name: str, function: Rule, weight: float, span: Span, spans: Sequenc
     return reward
 
 
-def weighted_rules(weights: Mapping[str, float], load: Callable[[str], Rule]) -> AutomaticRewards | None:
-    """The rules of a configuration, `load` resolving `module:function`; None for none. Raises ConfigError."""
+def weighted_rules(weights: Mapping[str, float]) -> AutomaticRewards | None:
+    """The rules of a configuration; None for none. Raises ConfigError."""
     check_rules(weights)
-    rules = {name: (_RULES.get(name) or load(name), weight) for name, weight in weights.items()}
-    return AutomaticRewards(rules) if rules else None
+    return AutomaticRewards({name: (RULES.find(name), weight) for name, weight in weights.items()}) if weights else None
 
 
 def check_rules(weights: Mapping[str, float]) -> None:
     """Raises ConfigError for a rule that nobody knows, or a weight that is not finite or gives nothing."""
     for name, weight in weights.items():
-        if name not in _RULES and ":" not in name:
-            near = get_close_matches(name, _RULES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"unknown AIR rule {name!r}{hint}. Known: {', '.join(sorted(_RULES))}; your own is `module:function` or"
-                " `path/file.py:function`"
-            )
+        RULES.named(name)
         if not math.isfinite(weight) or not weight:
             raise ConfigError(
                 f"the weight {weight} of AIR rule {name!r} rewards nothing; use a finite one, or leave it out"
             )
-
-
-def is_of_agent(span: Span) -> bool:
-    """Whether rules see a span: not superseded or late, and neither a reward nor what a reward function recorded."""
-    return counts(span) and span.name != names.REWARD and names.JUDGE not in span.attributes
 
 
 def _takes_attempt(function: Rule) -> bool:
@@ -198,10 +190,8 @@ def progress(span: Span, spans: Sequence[Span]) -> float | None:
     value = usable_reward(span.attributes.get(names.PROGRESS))
     if value is None:
         return None
-    earlier = (
-        usable_reward(each.attributes.get(names.PROGRESS)) for each in spans if each.sequence_id < span.sequence_id
-    )
-    known = [each for each in earlier if each is not None]
+    before = [each.attributes.get(names.PROGRESS) for each in spans if each.sequence_id < span.sequence_id]
+    known = [number for number in map(usable_reward, before) if number is not None]
     return value - (known[-1] if known else 0.0)
 
 
@@ -210,8 +200,7 @@ def _is_tool(span: Span) -> bool:
 
 
 def _failed(span: Span) -> bool:
-    marks = (names.ERROR_TYPE, names.EXCEPTION_TYPE)
-    return span.status_code == "ERROR" or any(mark in span.attributes for mark in marks)
+    return span.status_code == "ERROR" or bool({names.ERROR_TYPE, names.EXCEPTION_TYPE} & span.attributes.keys())
 
 
 def _tool_call(span: Span) -> tuple[str, str, Any]:

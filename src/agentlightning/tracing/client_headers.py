@@ -40,9 +40,6 @@ from agentlightning.tracing.scope import (
     uncertainty,
 )
 
-Headers = MutableMapping[str, str]
-"""Headers with case-insensitive names."""
-
 
 def attempt_headers(url: str) -> dict[str, str]:
     """Headers for a request to `url` in the current context; empty for other servers."""
@@ -68,7 +65,12 @@ EXPLICIT: Final = re.compile("/(key/(?!agl-worker-)|rollout/|proxy/rollout/|v1/t
 def _headers_of(scope: Scope) -> dict[str, str]:
     if scope.lifetime.is_known is not None and not scope.lifetime.is_known():
         return {}
-    headers = {"traceparent": _traceparent(scope)}
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        ids = f"{format_trace_id(span.trace_id)}-{format_span_id(span.span_id)}"
+    else:
+        ids = f"{scope.trace_id}-{root_span_id_of(scope.attempt_id) or scope.trace_id[:16]}"
+    headers = {"traceparent": f"00-{ids}-01"}
     if scope.key:
         headers[ATTEMPT_HEADER] = scope.key
     return headers | _baggage({ROLLOUT_BAGGAGE: scope.rollout_id, ATTEMPT_BAGGAGE: scope.attempt_id})
@@ -87,14 +89,8 @@ def _address_of_process() -> str:
     return f"{url.scheme}://{url.netloc}" if url.netloc else ""
 
 
-def _traceparent(scope: Scope) -> str:
-    span = trace.get_current_span().get_span_context()
-    if span.is_valid:
-        return f"00-{format_trace_id(span.trace_id)}-{format_span_id(span.span_id)}-01"
-    return f"00-{scope.trace_id}-{root_span_id_of(scope.attempt_id) or scope.trace_id[:16]}-01"
-
-
-def _add_missing(headers: Headers, more: dict[str, str]) -> None:
+def _add_missing(headers: MutableMapping[str, str], more: dict[str, str]) -> None:
+    """Add to headers with case-insensitive names."""
     for name, value in more.items():
         present = headers.get(name)
         if present is None:
@@ -148,7 +144,8 @@ def _patch_urllib3(module: ModuleType) -> None:
 
     @wraps(urlopen)
     def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
-        port, path = f":{self.port}" if self.port else "", kwargs.get("url") or (args[1] if len(args) > 1 else "/")
+        path = kwargs.get("url") or (args[1] if len(args) > 1 else "/")
+        port = "" if self.port in (None, module.connection.port_by_scheme.get(self.scheme)) else f":{self.port}"
         url = f"{self.scheme}://{self.host}{port}{path if str(path).startswith('/') else '/'}"
         if (more := attempt_headers(url)) and len(args) <= _HEADERS_POSITION:
             given = kwargs.get("headers")
@@ -176,7 +173,7 @@ def _patch_urllib(module: ModuleType) -> None:
     handler.do_open = opened
 
 
-_PATCHES: Final[dict[str, Callable[[Any], None]]] = {
+_PATCHES: Final = {
     "httpx": _patch_httpx,
     "httpx2": _patch_httpx,
     "aiohttp": _patch_aiohttp,
@@ -196,13 +193,9 @@ def install() -> None:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
     for name in list(_PATCHES):
-        if (module := sys.modules.get(name)) is not None and _is_fully_imported(module):
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):  # its import has finished
             _patch(name, module)
-
-
-def _is_fully_imported(module: ModuleType) -> bool:
-    """Whether the import of the module has finished."""
-    return not getattr(module.__spec__, "_initializing", False)
 
 
 def _patch(name: str, module: ModuleType) -> None:

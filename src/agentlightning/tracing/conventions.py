@@ -54,7 +54,7 @@ OPERATIONS: Final = {
 }
 """Span kind -> `gen_ai.operation.name`; other kinds have no equivalent."""
 
-ALIASES: Final[dict[str, tuple[str, ...]]] = {
+ALIASES: Final = {
     names.PROVIDER_NAME: ("gen_ai.system", "llm.provider", "llm.system"),
     names.REQUEST_MODEL: ("llm.model_name", "llm.request.model", "embedding.model_name", "reranker.model_name"),
     names.RESPONSE_MODEL: ("llm.response.model",),
@@ -73,7 +73,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
 }
 """Our attribute -> equivalent names in other conventions."""
 
-COUNTS: Final[dict[str, tuple[str, ...]]] = {
+COUNTS: Final = {
     names.INPUT_TOKENS: ("gen_ai.usage.prompt_tokens", "llm.token_count.prompt"),
     names.OUTPUT_TOKENS: (
         "gen_ai.usage.completion_tokens",
@@ -81,11 +81,11 @@ COUNTS: Final[dict[str, tuple[str, ...]]] = {
         "llm.usage.completion_tokens",
     ),
 }
-LISTS: Final[dict[str, tuple[str, ...]]] = {
+LISTS: Final = {
     names.FINISH_REASONS: ("llm.finish_reason", "llm.response.finish_reason", "gen_ai.response.finish_reason"),
     names.REQUEST_STOP: ("llm.chat.stop_sequences",),
 }
-TOKENS: Final[dict[str, tuple[str, ...]]] = {
+TOKENS: Final = {
     names.PROMPT_TOKEN_IDS: (
         "prompt_token_ids",
         "llm.hosted_vllm.prompt_token_ids",
@@ -113,8 +113,8 @@ PARAMETERS: Final = {
 }
 """Keys of the JSON object `llm.invocation_parameters` -> our attributes."""
 
-BY_OPERATION: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
-    "name": (
+BY_OPERATION: Final = (
+    (
         ("traceloop.entity.name", "agentops.entity.name", "operation.name"),
         {
             "invoke_agent": names.AGENT_NAME,
@@ -123,47 +123,50 @@ BY_OPERATION: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
             "": names.OPERATION_LABEL,
         },
     ),
-    "input": (
+    (
         ("traceloop.entity.input", "agentops.entity.input", "agentops.task.input", "input.value", "tool.parameters"),
         {"execute_tool": names.TOOL_ARGUMENTS, "": names.OPERATION_INPUT},
     ),
-    "output": (
+    (
         ("traceloop.entity.output", "agentops.entity.output", "agentops.task.output", "output.value", "tool.result"),
         {"execute_tool": names.TOOL_RESULT, "": names.OPERATION_OUTPUT},
     ),
-}
+)
 """Attributes whose equivalent depends on the operation ("": any other). For model calls they are the messages."""
 MODEL_CALLS: Final = frozenset({"chat", "text_completion", "generate_content"})
 
-FAMILIES: Final[dict[str, tuple[str, str]]] = {
-    "gen_ai.prompt.": (names.INPUT_MESSAGES, "user"),
-    "gen_ai.completion.": (names.OUTPUT_MESSAGES, "assistant"),
-    "llm.input_messages.": (names.INPUT_MESSAGES, "user"),
-    "llm.output_messages.": (names.OUTPUT_MESSAGES, "assistant"),
-    "llm.prompts.": (names.INPUT_MESSAGES, "user"),
-    "llm.choices.": (names.OUTPUT_MESSAGES, "assistant"),
+PROMPT: Final = (names.INPUT_MESSAGES, "user")
+ANSWER: Final = (names.OUTPUT_MESSAGES, "assistant")
+"""The attribute with messages, and their role where they do not say it."""
+FAMILIES: Final = {
+    "gen_ai.prompt.": PROMPT,
+    "gen_ai.completion.": ANSWER,
+    "llm.input_messages.": PROMPT,
+    "llm.output_messages.": ANSWER,
+    "llm.prompts.": PROMPT,
+    "llm.choices.": ANSWER,
     "llm.tools.": (names.TOOL_DEFINITIONS, ""),
     "llm.request.functions.": (names.TOOL_DEFINITIONS, ""),
 }
 """Prefix of indexed keys -> the attribute they form, and the default role of its messages."""
-WHOLE: Final[dict[str, tuple[str, str]]] = {
-    "gen_ai.prompt": (names.INPUT_MESSAGES, "user"),
-    "gen_ai.completion": (names.OUTPUT_MESSAGES, "assistant"),
-    "input.value": (names.INPUT_MESSAGES, "user"),
-    "output.value": (names.OUTPUT_MESSAGES, "assistant"),
-    "traceloop.entity.input": (names.INPUT_MESSAGES, "user"),
-    "traceloop.entity.output": (names.OUTPUT_MESSAGES, "assistant"),
+WHOLE: Final = {
+    "gen_ai.prompt": PROMPT,
+    "gen_ai.completion": ANSWER,
+    "input.value": PROMPT,
+    "output.value": ANSWER,
+    "traceloop.entity.input": PROMPT,
+    "traceloop.entity.output": ANSWER,
 }
 """Attributes that hold all messages of a model call, as JSON or plain text."""
 
-EVENTS: Final[dict[str, tuple[str, str]]] = {
+EVENTS: Final = {
     "gen_ai.system.message": (names.INPUT_MESSAGES, "system"),
-    "gen_ai.user.message": (names.INPUT_MESSAGES, "user"),
+    "gen_ai.user.message": PROMPT,
     "gen_ai.assistant.message": (names.INPUT_MESSAGES, "assistant"),
     "gen_ai.tool.message": (names.INPUT_MESSAGES, "tool"),
-    "gen_ai.choice": (names.OUTPUT_MESSAGES, "assistant"),
-    "gen_ai.content.prompt": (names.INPUT_MESSAGES, "user"),
-    "gen_ai.content.completion": (names.OUTPUT_MESSAGES, "assistant"),
+    "gen_ai.choice": ANSWER,
+    "gen_ai.content.prompt": PROMPT,
+    "gen_ai.content.completion": ANSWER,
 }
 """Span events with messages."""
 EVENT_BODIES: Final = ("gen_ai.event.content", "gen_ai.prompt", "gen_ai.completion", "message", "content")
@@ -189,16 +192,8 @@ def add_extra_fields(
 ) -> None:
     """Add them as attributes, so that a round trip loses nothing. `scope`: its name and version; `links`: as
     `links_of` returns them."""
-    if scope[0]:
-        attributes[SCOPE_NAME] = scope[0]
-    if scope[1]:
-        attributes[SCOPE_VERSION] = scope[1]
-    if kind:
-        attributes[SPAN_KIND] = kind
-    if state:
-        attributes[TRACE_STATE] = state
-    if links:
-        attributes[LINKS] = list(links)
+    given = {SCOPE_NAME: scope[0], SCOPE_VERSION: scope[1], SPAN_KIND: kind, TRACE_STATE: state, LINKS: list(links)}
+    attributes.update({name: value for name, value in given.items() if value})
 
 
 def links_of(attributes: Attributes) -> list[Attributes]:
@@ -250,7 +245,7 @@ def _plan(keys: tuple[str, ...]) -> tuple[Step, ...]:
         if found := [key for key in keys if key.startswith(prefix)]:
             steps.append(partial(_read_family, tuple(found), prefix, target, role))
     steps += [partial(_read_whole, key, *WHOLE[key]) for key in WHOLE if key in known]
-    for sources, targets in BY_OPERATION.values():
+    for sources, targets in BY_OPERATION:
         steps += [partial(_read_by_operation, source, targets) for source in sources if source in known]
     steps += [partial(_write_json, key) for key in STRUCTURED if key in known]
     if names.REWARD_VALUES in known:
@@ -319,11 +314,9 @@ def _read_parameters(attributes: Attributes) -> None:
 
 
 def _read_by_operation(source: str, targets: Mapping[str, str], attributes: Attributes) -> None:
-    if _is_model_call(attributes):
-        return
-    operation = attributes.get(names.OPERATION_NAME)
-    target = targets.get(operation if isinstance(operation, str) else "", targets[""])
-    attributes.setdefault(target, attributes[source])
+    operation = _operation(attributes)
+    if operation not in MODEL_CALLS:
+        attributes.setdefault(targets.get(operation, targets[""]), attributes[source])
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
@@ -339,15 +332,15 @@ def _read_family(keys: tuple[str, ...], prefix: str, target: str, role: str, att
 
 
 def _read_whole(key: str, target: str, role: str, attributes: Attributes) -> None:
-    if target in attributes or (not key.startswith("gen_ai.") and not _is_model_call(attributes)):
+    if target in attributes or (not key.startswith("gen_ai.") and _operation(attributes) not in MODEL_CALLS):
         return
     if found := messages.recorded_messages(attributes[key], role):
         _put_json(target, found, attributes)
 
 
-def _is_model_call(attributes: Attributes) -> bool:
+def _operation(attributes: Attributes) -> str:
     operation = attributes.get(names.OPERATION_NAME)
-    return isinstance(operation, str) and operation in MODEL_CALLS
+    return operation if isinstance(operation, str) else ""
 
 
 def _read_events(attributes: Attributes, events: Iterable[SpanEvent]) -> None:

@@ -20,11 +20,11 @@ import inspect
 import json
 import reprlib
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Final, ParamSpec, Self, TypeAlias, TypeVar, cast, overload
 
 from opentelemetry.trace import INVALID_SPAN
 from opentelemetry.trace import Span as OtelSpan
@@ -56,14 +56,18 @@ from agentlightning.tracing.scope import (
     Lifetime,
     WaitingPrompt,
     agent_in,
-    agent_scope,
     current_location,
     recording_scope,
+    tracked_agent,
 )
 from agentlightning.tracing.tracer import record, tracer
+from agentlightning.util.json_values import Json
+
+Attributes: TypeAlias = Mapping[str, Any]
+"""By name; nested ones are flattened with dots."""
 
 
-def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Attributes) -> Json:
     """The arguments by name; those of an invalid call, which the function itself will reject, by position."""
     try:
         return dict(signature.bind(*args, **kwargs).arguments)
@@ -71,15 +75,15 @@ def bound_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
         return {"args": args, "kwargs": dict(kwargs)}
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str | float]]:
-    """Pairs of dotted names and attribute values."""
-    for key, value in values.items():
+def flatten(values: Attributes | None, prefix: str = "") -> Json:
+    """Attribute values by dotted names."""
+    found: Json = {}
+    for key, value in values.items() if values else ():
         if isinstance(value, Mapping):
-            yield from flatten(cast(Mapping[str, Any], value), f"{prefix}{key}.")
-        elif isinstance(value, str | bool | int | float):
-            yield f"{prefix}{key}", value
+            found |= flatten(cast(Attributes, value), f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", json_text(value)
+            found[f"{prefix}{key}"] = value if isinstance(value, str | bool | int | float) else json_text(value)
+    return found
 
 
 @contextmanager
@@ -93,8 +97,11 @@ def track_agent(name: str) -> Generator[None]:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"track_agent({name!r}): the name is a non-empty string")
     client_headers.install()
-    with agent_scope(name):
+    token = tracked_agent.set(name)
+    try:
         yield
+    finally:
+        tracked_agent.reset(token)
 
 
 def emit_reward(
@@ -103,7 +110,7 @@ def emit_reward(
     name: str = "reward",
     primary_key: str | None = None,
     agent: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
     propagate: bool = True,
 ) -> None:
     """Record a reward: a finite number, or several by name, such as `{"correctness": 1.0, "format": 0.5}`.
@@ -125,7 +132,7 @@ def emit_reward(
     record_event(names.REWARD, own, attributes, propagate)
 
 
-def _reward(reward: float | bool | Mapping[str, float], name: str, primary_key: str | None) -> dict[str, Any]:
+def _reward(reward: float | bool | Mapping[str, float], name: str, primary_key: str | None) -> Json:
     values = check_reward(reward, "emit_reward")
     if not isinstance(values, Mapping):
         if primary_key is not None:
@@ -135,13 +142,13 @@ def _reward(reward: float | bool | Mapping[str, float], name: str, primary_key: 
         return {names.EVALUATION_NAME: name, names.REWARD_VALUES: values}
     if primary_key not in values:
         raise RewardError(f"primary_key={primary_key!r} is not one of the dimensions: {', '.join(values)}")
-    found: dict[str, Any] = {names.EVALUATION_NAME: name, names.SCORE_VALUE: values[primary_key]}
+    found: Json = {names.EVALUATION_NAME: name, names.SCORE_VALUE: values[primary_key]}
     for place, each in enumerate(sorted(values, key=lambda each: each != primary_key)):
         found |= {f"{REWARD_FAMILY}{place}.name": each, f"{REWARD_FAMILY}{place}.value": values[each]}
     return found
 
 
-def emit_message(message: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
+def emit_message(message: Any, attributes: Attributes | None = None, propagate: bool = True) -> None:
     """Record a line of text, or a message of a framework or several, as LangChain, OpenAI, Anthropic and AutoGen have
     them. Raises ConfigError for data that is no message.
 
@@ -152,14 +159,15 @@ def emit_message(message: Any, attributes: Mapping[str, Any] | None = None, prop
         record_event(names.MESSAGE, {names.MESSAGE_BODY: message}, attributes, propagate)
         return
     if not is_message(message):
-        kind = type(message).__name__
-        raise ConfigError(f"emit_message takes text or a message, not {kind}; use emit_object for data")
+        raise ConfigError(
+            f"emit_message takes text or a message, not {type(message).__name__}; use emit_object for data"
+        )
     for each in read_messages(message, "user"):
         own = {names.MESSAGE_BODY: message_text([each]), names.MESSAGE_JSON: json_text(each)}
         record_event(names.MESSAGE, own, attributes, propagate)
 
 
-def emit_object(obj: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> None:
+def emit_object(obj: Any, attributes: Attributes | None = None, propagate: bool = True) -> None:
     """Record a JSON value, pydantic model or dataclass. Raises ConfigError for values without a JSON form.
 
     >>> agl.emit_object({"plan": ["search", "answer"]})
@@ -174,9 +182,7 @@ def emit_object(obj: Any, attributes: Mapping[str, Any] | None = None, propagate
     record_event(names.OBJECT, own, attributes, propagate)
 
 
-def emit_exception(
-    exception: BaseException, attributes: Mapping[str, Any] | None = None, propagate: bool = True
-) -> None:
+def emit_exception(exception: BaseException, attributes: Attributes | None = None, propagate: bool = True) -> None:
     """Record an exception that the agent has handled, with its traceback.
 
     >>> try:
@@ -185,14 +191,15 @@ def emit_exception(
     ...     agl.emit_exception(error)
     """
     if not isinstance(exception, BaseException):
-        kind = type(exception).__name__
-        raise ConfigError(f"emit_exception takes an exception, not {kind}; use emit_message for text")
+        raise ConfigError(
+            f"emit_exception takes an exception, not {type(exception).__name__}; use emit_message for text"
+        )
     failure = Failure.of(exception)
     own = exception_attributes(failure)
     record_event(names.EXCEPTION, own, attributes, propagate, error=f"{failure.type}: {failure.message}")
 
 
-def exception_attributes(failure: Failure) -> dict[str, Any]:
+def exception_attributes(failure: Failure) -> Json:
     """A failure as a span holds it."""
     return {
         names.EXCEPTION_TYPE: failure.type,
@@ -201,7 +208,7 @@ def exception_attributes(failure: Failure) -> dict[str, Any]:
     }
 
 
-def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> None:
+def emit_annotation(annotation: Attributes, propagate: bool = True) -> None:
     """Record any attributes. Nested values are flattened with dots: `{"a": {"b": 1}}` becomes `a.b`.
 
     >>> agl.emit_annotation({"user": {"plan": "free"}})
@@ -213,13 +220,13 @@ def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> No
 
 def record_event(
     name: str,
-    own: Mapping[str, Any],
-    attributes: Mapping[str, Any] | None = None,
+    own: Attributes,
+    attributes: Attributes | None = None,
     propagate: bool = True,
     error: str | None = None,
 ) -> None:
     """Record a span. Where names collide, its own attributes take precedence over the user's."""
-    further = dict(flatten(attributes)) if attributes else {}
+    further = flatten(attributes)
     if propagate:
         record(name, {**further, **own} if further else own, error)
 
@@ -236,7 +243,7 @@ def emit_tool_call(
     *,
     error: BaseException | str | None = None,
     call_id: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record a call of a tool: its name, arguments and result, or the error it ended with.
 
@@ -255,7 +262,7 @@ def emit_tool_call(
         args, call_id = own_args if args is None else args, call_id or own_id
     if not name:
         raise ConfigError("emit_tool_call('') names no tool")
-    own: dict[str, Any] = {names.OPERATION_NAME: TOOL_OPERATION, names.TOOL_NAME: name}
+    own: Json = {names.OPERATION_NAME: TOOL_OPERATION, names.TOOL_NAME: name}
     own |= _present({names.TOOL_ARGUMENTS: args, names.TOOL_RESULT: result, names.TOOL_CALL_ID: call_id})
     message = f"{type(error).__qualname__}: {error}" if isinstance(error, BaseException) else error
     if error is not None:
@@ -269,7 +276,7 @@ def emit_step(
     input: Any = None,
     output: Any = None,
     *,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record a step that the agent has taken: its name with input and output, or a step of a framework.
 
@@ -280,9 +287,7 @@ def emit_step(
     """
     if not isinstance(step, str) and (action := _action(step)) is not None:
         tool, tool_input, observation = action
-        observed = observation if output is None else output
-        emit_tool_call(tool, tool_input, observed, attributes=attributes)
-        return
+        return emit_tool_call(tool, tool_input, observation if output is None else output, attributes=attributes)
     label = step if isinstance(step, str) else type(step).__name__
     described = step if output is None and not isinstance(step, str) else output
     own = {names.OPERATION_INPUT: input, names.OPERATION_OUTPUT: described}
@@ -301,7 +306,7 @@ def _action(step: Any) -> tuple[str, Any, Any] | None:
     return None
 
 
-def _present(values: Mapping[str, Any]) -> dict[str, str]:
+def _present(values: Attributes) -> dict[str, str]:
     """Values that are there, as text."""
     return {
         name: value if isinstance(value, str) else json_text(value)
@@ -320,7 +325,7 @@ def emit_prompt(
     response: Any = None,
     *,
     model: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record what was sent to a model, with its response or before an `emit_response`.
 
@@ -345,7 +350,7 @@ def emit_response(
     response: Any,
     *,
     model: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record what a model has answered to the prompt that was emitted before.
 
@@ -360,7 +365,7 @@ def emit_completion(
     prompt: Any = None,
     *,
     model: str | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record what a framework returns for a call: the answer, its model, tokens and reason to stop.
 
@@ -379,7 +384,7 @@ def _record_response(
     result: ModelResult,
     given: Sequence[Message] | None,
     model: str | None,
-    attributes: Mapping[str, Any] | None,
+    attributes: Attributes | None,
     given_first: bool = False,
 ) -> None:
     further = _further(attributes, model)
@@ -393,9 +398,9 @@ def _record_response(
         record_event(names.RESPONSE, {**further, **_described(result)})
 
 
-def _further(attributes: Mapping[str, Any] | None, model: str | None) -> dict[str, Any]:
-    of_model = {} if model is None else {names.REQUEST_MODEL: model}
-    return {**dict(flatten(attributes or {})), **of_model}
+def _further(attributes: Attributes | None, model: str | None) -> Json:
+    found = flatten(attributes)
+    return found if model is None else found | {names.REQUEST_MODEL: model}
 
 
 def answer_with_tool_call(call_id: str | None, name: str, arguments: Any, result: Any) -> None:
@@ -415,13 +420,13 @@ def answer_with_tool_call(call_id: str | None, name: str, arguments: Any, result
     _wait(scope.lifetime, replace(waiting, time=time.time(), attributes=attributes, emitted=False))
 
 
-def _record_call(attributes: dict[str, Any], result: ModelResult, start_time: float | None) -> None:
+def _record_call(attributes: Json, result: ModelResult, start_time: float | None) -> None:
     own = {names.OPERATION_NAME: CHAT, **attributes, **_described(result)}
     model = own.get(names.REQUEST_MODEL) or own.get(names.RESPONSE_MODEL)
     record(f"{CHAT} {model}" if model else CHAT, own, start_time=start_time)
 
 
-def _described(result: ModelResult) -> dict[str, Any]:
+def _described(result: ModelResult) -> Json:
     said = {
         names.OUTPUT_MESSAGES: messages_json(result.messages),
         names.RESPONSE_MODEL: result.model,
@@ -433,7 +438,7 @@ def _described(result: ModelResult) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _record_unanswered(attributes: Mapping[str, Any], start_time: float | None) -> None:
+def _record_unanswered(attributes: Attributes, start_time: float | None) -> None:
     counters.add("prompts_unanswered")
     record(names.PROMPT, attributes, start_time=start_time)
 
@@ -490,7 +495,7 @@ class Block(AbstractContextManager["Block"]):
         return value
 
     @staticmethod
-    def _run_within(function: Callable[P, R], open_block: Callable[[tuple[Any, ...], dict[str, Any]], Block]) -> Any:
+    def _run_within(function: Callable[P, R], open_block: Callable[[tuple[Any, ...], Json], Block]) -> Any:
         """The function, sync or async, with each call in `open_block(args, kwargs)`."""
         if inspect.iscoroutinefunction(function):
 
@@ -512,13 +517,11 @@ class Block(AbstractContextManager["Block"]):
 class Operation(Block):
     """One recorded step. Created by `operation`."""
 
-    def __init__(
-        self, name: str | None = None, attributes: Mapping[str, Any] | None = None, propagate: bool = True
-    ) -> None:
+    def __init__(self, name: str | None = None, attributes: Attributes | None = None, propagate: bool = True) -> None:
         self._name = name
-        self._attributes = dict(flatten(attributes, "")) if attributes else {}
+        self._attributes = flatten(attributes)
         self._propagate = propagate
-        self._stack = ExitStack()
+        self._context: AbstractContextManager[OtelSpan] = nullcontext(INVALID_SPAN)
         self._span: OtelSpan | None = None
 
     def set_input(self, /, *args: Any, **kwargs: Any) -> None:
@@ -538,20 +541,18 @@ class Operation(Block):
     def __enter__(self) -> Self:
         if self._span is not None:
             raise ConfigError(f"operation {self._name!r} is already open; create one per with block")
-        if not self._propagate:
-            self._span = INVALID_SPAN
-            return self
-        recording_scope()  # Begins the implicit session, where there is no other.
-        attributes = self._attributes | {names.OPERATION_LABEL: self._name or "operation"}
-        context = tracer().start_as_current_span(names.OPERATION, attributes=attributes)
-        self._span = self._stack.enter_context(context)
+        if self._propagate:
+            recording_scope()  # Begins the implicit session, where there is no other.
+            attributes = self._attributes | {names.OPERATION_LABEL: self._name or "operation"}
+            self._context = tracer().start_as_current_span(names.OPERATION, attributes=attributes)
+        self._span = self._context.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if error is not None:
             self._open_span().set_attribute(names.ERROR_TYPE, type(error).__qualname__)
         self._span = None
-        self._stack.__exit__(kind, error, where)
+        self._context.__exit__(kind, error, where)
 
     def _returned(self, value: R) -> R:
         self.set_output(value)
@@ -561,7 +562,7 @@ class Operation(Block):
         """Decorate a function: each call is one step."""
         name, signature = self._name or fn.__qualname__, inspect.signature(fn)
 
-        def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
+        def step(args: tuple[Any, ...], kwargs: Json) -> Operation:
             given = {names.OPERATION_INPUT: json_text(bound_arguments(signature, args, kwargs))}
             return Operation(name, self._attributes | given, self._propagate)
 

@@ -19,9 +19,9 @@ from typing import Any, Final, cast
 import orjson
 from pydantic import BaseModel
 
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 
-Message = dict[str, Any]
+Message = Json
 
 ROLES: Final = {
     "human": "user",
@@ -84,11 +84,10 @@ class ModelResult:
 
 def read_messages(value: Any, role: str) -> list[Message]:
     """The messages of anything that a prompt may be; `role` is that of bare text."""
-    found: list[Message] = []
-    if not isinstance(value, str):
-        with suppress(Exception):  # a property of an object of another library may raise anything
-            found = _messages(value, role)
-    return found or [text_message(value if isinstance(value, str) else json_text(value), role)]
+    with suppress(Exception):  # a property of an object of another library may raise anything
+        if found := _messages(value, role):
+            return found
+    return [text_message(value if isinstance(value, str) else json_text(value), role)]
 
 
 def read_result(value: Any) -> ModelResult:
@@ -210,7 +209,7 @@ def tools(items: Iterable[Any]) -> list[Any]:
 
 def unflatten(pairs: Iterable[tuple[str, Any]]) -> list[Any]:
     """Nest flattened pairs such as ("0.role", ...) and ("0.calls.0.name", ...) into lists and objects."""
-    root: dict[str, Any] = {}
+    root: Json = {}
     for path, value in pairs:
         place = root
         *steps, last = path.split(".")
@@ -218,7 +217,7 @@ def unflatten(pairs: Iterable[tuple[str, Any]]) -> list[Any]:
             inner = place.setdefault(step, {})
             if not isinstance(inner, dict):  # Both `a` and `a.b` are set: `a` stays.
                 break
-            place = cast("dict[str, Any]", inner)
+            place = cast(Json, inner)
         else:
             place.setdefault(last, value)
     listed = _listed(root)
@@ -228,7 +227,7 @@ def unflatten(pairs: Iterable[tuple[str, Any]]) -> list[Any]:
 def _listed(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    items = {key: _listed(item) for key, item in cast("dict[str, Any]", value).items()}
+    items = {key: _listed(item) for key, item in cast(Json, value).items()}
     if items and all(key.isascii() and key.isdecimal() and len(key) < 10 for key in items):
         return [items[key] for key in sorted(items, key=int)]
     return items
@@ -252,8 +251,8 @@ def _messages(value: Any, role: str, depth: int = 0, *, recorded: bool = False) 
     convert = getattr(value, "to_messages", None)  # LangChain's prompt values
     inner = convert() if callable(convert) else _first(value, *LISTS)
     if isinstance(inner, list | tuple):
-        system = field(value, "system")  # Anthropic keeps it beside the messages
-        before = _messages(system, "system", depth + 1, recorded=recorded)
+        # Anthropic keeps the system's message beside the others.
+        before = _messages(field(value, "system"), "system", depth + 1, recorded=recorded)
         return before + _messages(inner, role, depth + 1, recorded=recorded)
     return _one(value, role, recorded)
 
@@ -276,7 +275,7 @@ def _one(outer: Any, default: str, recorded: bool) -> list[Message]:
     parts = _parts(value, role, recorded)
     if not parts and not own_role:
         return []
-    parts = parts if parts or recorded else [_text("")]
+    parts = parts or ([] if recorded else [_text("")])
     message = _message(role, parts)
     name = _first(value, "name", "source")
     if isinstance(name, str) and role != "tool":
@@ -354,8 +353,7 @@ def _part(given: Any) -> list[Message]:
 
 def message_part(item: Any) -> Message | None:
     """A part, block or item of any API or framework; None for one that is not known. Values in it stay as they are."""
-    kind = field(item, "type")
-    kind = kind if isinstance(kind, str) else ""
+    kind = _text_or_none(field(item, "type")) or ""
     if kind in _THOUGHTS:
         return {"type": "reasoning", "content": _thought(item)}
     if isinstance(text := field(item, "text"), str):

@@ -22,10 +22,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, ParamSpec, TypeVar, cast
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -37,6 +38,7 @@ from agentlightning.util.random_ids import random_uniform
 logger = logging.getLogger(__name__)
 _recording = logging.getLogger("agentlightning.recording")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -82,12 +84,12 @@ class Retry:
         self.patience = patience
         self._last_warning = float("-inf")
 
-    async def __call__(self, operation: Callable[[], Awaitable[R]], /) -> R:
+    async def __call__(self, operation: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """The operation's result. Raises its last error."""
         tries = Tries(self.patience)
         while True:
             try:
-                return await operation()
+                return await operation(*args, **kwargs)
             except Exception as error:
                 pause = tries.pause(error) if self.is_temporary(error) else None
                 if pause is None:
@@ -155,13 +157,13 @@ class Outbox(Retry, ABC, Generic[T]):
     def reset(self) -> None:
         """Begin with an empty queue: lock, thread and items of a parent process are not ours."""
         self._lock = threading.RLock()  # a signal handler may emit, too
-        self._waiting: deque[T] = deque()
+        self._waiting = deque[T]()
         self._taken: list[T] = []
         self._size = 0
         self._put = self._done = 0
         """Numbers of items, which say what a waiter waits for."""
-        self._waiters: deque[tuple[int, Callable[[], object]]] = deque()
-        """What is called once so many items are done."""
+        self._waiters = deque[tuple[int, Future[None]]]()
+        """Each is done once so many items are."""
         self._calls = 0
         """Of `flush`, `written` and `close`."""
         self.is_closed = False
@@ -222,11 +224,9 @@ class Outbox(Retry, ABC, Generic[T]):
     def offer(self, items: Sequence[T], always: bool = False) -> bool:
         """`put` that says whether all fit. `always`: queue them, whether they fit or not."""
         with self._lock:
-            waiting, room = len(self._waiting), len(items)
-            if self.is_closed or (self._size >= self._max_size and not always):
-                room = 0
-            elif waiting + room > self._capacity and not always:
-                room = max(0, int(self._capacity) - waiting)
+            waiting = len(self._waiting)
+            free = 0 if self._size >= self._max_size else max(0, self._capacity - waiting)
+            room = 0 if self.is_closed else len(items) if always else int(min(len(items), free))
             taken = items if room == len(items) else items[:room]
             self._waiting.extend(taken)
             self._put += room
@@ -254,28 +254,24 @@ class Outbox(Retry, ABC, Generic[T]):
 
     def flush(self, timeout: float) -> bool:
         """Wait until all items put so far are done. False after `timeout` seconds."""
-        if self.is_current_thread:
-            return True
-        done = threading.Event()
-        self._when_done(done.set)
-        return done.wait(timeout)
+        return self.is_current_thread or bool(wait([self._all_done()], timeout).done)
 
     async def written(self) -> None:
         """Wait until all items put so far are done."""
         if self.waiting:
-            loop, done = asyncio.get_running_loop(), asyncio.Event()
-            self._when_done(lambda: _call_in(loop, done.set))
-            await done.wait()
+            await asyncio.wrap_future(self._all_done())
 
-    def _when_done(self, call: Callable[[], object]) -> None:
-        """Call a function once all items put so far are done, in any thread."""
+    def _all_done(self) -> Future[None]:
+        """Done once all items put so far are."""
+        done = Future[None]()
         with self._lock:
             if self._done < self._put:
-                self._waiters.append((self._put, call))
+                self._waiters.append((self._put, done))
                 self._calls += 1
                 self._call(self._changed.set)
-                return
-        call()
+            else:
+                done.set_result(None)
+        return done
 
     def close(self, timeout: float = 5.0) -> bool:
         """Take nothing more, and send what waits within `timeout` seconds. What is left then is dropped: False.
@@ -299,9 +295,14 @@ class Outbox(Retry, ABC, Generic[T]):
         return not left
 
     def _call(self, function: Callable[[], object]) -> None:
-        """Call a function in the event loop."""
+        """Call a function in the event loop: at once if that is the running one."""
         if (loop := self._loop) is not None:
-            _call_in(loop, function)
+            with suppress(RuntimeError):  # none runs here
+                if asyncio.get_running_loop() is loop:
+                    function()
+                    return
+            with suppress(RuntimeError):  # it has ended
+                loop.call_soon_threadsafe(function)
 
     # -- in the task ---------------------------------------------------------------------------------------------------
 
@@ -345,7 +346,7 @@ class Outbox(Retry, ABC, Generic[T]):
     async def _deliver(self, batch: list[T], repaired: bool = False) -> None:
         refused = self.counts.refused
         try:
-            await self(lambda: self.send(batch))
+            await self(self.send, batch)
         except self.rejections as error:
             return await self._deliver_parts(batch, error, repaired)
         except Exception as error:  # noqa: BLE001  the boundary: other batches are not to blame
@@ -366,9 +367,10 @@ class Outbox(Retry, ABC, Generic[T]):
         if len(batch) > 1:
             await self._deliver(batch[: len(batch) // 2])
             return await self._deliver(batch[len(batch) // 2 :])
-        if not repaired and (better := self.repair(batch[0])) != batch[0]:
+        item: Any = batch[0]
+        if not repaired and (better := self.repair(item)) != item:
             return await self._deliver([better], repaired=True)
-        self.drop(batch, f"it rejects {_described(batch[0])}: {error}")
+        self.drop(batch, f"it rejects span {item.name!r} of attempt {item.attempt_id}: {error}")
         self._settle(1)
 
     def _settle(self, count: int) -> None:
@@ -378,24 +380,11 @@ class Outbox(Retry, ABC, Generic[T]):
             self._taken = self._taken[count:]
             self._done += count
             while self._waiters and self._waiters[0][0] <= self._done:
-                self._waiters.popleft()[1]()
+                with suppress(InvalidStateError):  # nobody waits any more
+                    self._waiters.popleft()[1].set_result(None)
 
 
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    """Call a function in an event loop: at once if that is the running one."""
-    with suppress(RuntimeError):  # none runs here
-        if asyncio.get_running_loop() is loop:
-            function()
-            return
-    with suppress(RuntimeError):  # it has ended
-        loop.call_soon_threadsafe(function)
-
-
-def _described(item: Any) -> str:
-    return f"span {item.name!r} of attempt {item.attempt_id}"
-
-
-_outboxes: WeakSet[Outbox[Any]] = WeakSet()
+_outboxes = WeakSet[Outbox[Any]]()
 
 
 def _after_fork() -> None:
@@ -450,42 +439,38 @@ class RecordingStatus:
 
 class _Counters:
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may emit, too
+        self.lock = threading.RLock()  # a signal handler may emit, too
         self._counts: dict[str, int] = {}
         self._warned: set[str] = set()
         self._problem = ""
 
     def add(self, name: str, count: int = 1) -> None:
-        with self._lock:
+        with self.lock:
             self._counts[name] = self._counts.get(name, 0) + count
 
     def warn(self, kind: str, message: str) -> None:
         """Log a problem. Later ones of the same kind are only counted, until `settle`."""
-        with self._lock:
+        with self.lock:
             self._problem = message
         self.note(kind, message)
 
     def note(self, kind: str, message: str) -> None:
         """Log what is no problem, once."""
-        with self._lock:
+        with self.lock:
             first = kind not in self._warned
             self._warned.add(kind)
         if first:
             _recording.warning("%s", message)
 
-    def after_fork(self) -> None:
-        """In a child process: a thread of the parent may hold the lock."""
-        self._lock = threading.RLock()  # a signal handler may emit, too
-
     def settle(self, kind: str) -> bool:
         """The problem is over: the next one is logged again. True if there was one."""
-        with self._lock:
+        with self.lock:
             known = kind in self._warned
             self._warned.discard(kind)
             return known
 
     def status(self, waiting: int) -> RecordingStatus:
-        with self._lock:
+        with self.lock:
             return RecordingStatus(**self._counts, waiting=waiting, problem=self._problem)
 
 
@@ -519,7 +504,8 @@ class PostingSink:
         self._connection = kind(self._url.hostname or "", self._url.port, timeout=TIMEOUT_SECONDS)
 
     def put(self, spans: Sequence[Span]) -> None:
-        from agentlightning.tracing.otlp.codec import encode  # imports protobuf, which most programs never need
+        # It imports protobuf, which most programs never need.
+        from agentlightning.tracing.otlp.codec import encode
 
         body, tries = encode(spans).SerializeToString(), Tries(self._patience)
         if os.getpid() != self._process:
@@ -534,15 +520,20 @@ class PostingSink:
 
     def _post(self, body: bytes, tries: Tries) -> str:
         """Post with retries; a description of the last problem, or "" if the server accepted the spans."""
+        from agentlightning.tracing.otlp.codec import rejected_spans
+
         while True:
             try:
-                status, answer = self._send(body)
+                self._connection.request("POST", f"{self._url.path}/v1/traces", body, self._headers)
+                with self._connection.getresponse() as response:
+                    status, answer = response.status, response.read()
             except (OSError, HTTPException) as error:
                 self._connection.close()
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if status < 400:
-                    return _rejection(answer)
+                    count, why = rejected_spans(answer)
+                    return f"{count} were rejected: {why}" if count else ""
                 problem = f"HTTP {status}: {answer[:200].decode(errors='replace')}"
                 if status < 500 and status != 429:
                     return problem
@@ -551,25 +542,12 @@ class PostingSink:
                 return f"{problem} (for {self._patience:g} s, see {PATIENCE})"
             time.sleep(pause)
 
-    def _send(self, body: bytes) -> tuple[int, bytes]:
-        self._connection.request("POST", f"{self._url.path}/v1/traces", body, self._headers)
-        with self._connection.getresponse() as response:
-            return response.status, response.read()
-
 
 def _patience() -> float:
     try:
         return float(os.environ[PATIENCE])
     except (KeyError, ValueError):
         return PATIENCE_SECONDS
-
-
-def _rejection(answer: bytes) -> str:
-    """What the server says of spans that it did not take; "" if it took all."""
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-
-    partial = ExportTraceServiceResponse.FromString(answer).partial_success
-    return f"{partial.rejected_spans} were rejected: {partial.error_message}" if partial.rejected_spans else ""
 
 
 _lost: list[str] = []

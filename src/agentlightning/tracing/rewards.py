@@ -106,8 +106,7 @@ def find_final_reward(spans: Sequence[Span]) -> Reward | None:
     >>> agl.find_final_reward([agl.Span("ro-1", "at-1", "gen_ai.evaluation.result", 0.0, attributes=score)])
     1.0
     """
-    others = {names.AIR_RULE, names.REWARD_AGENT}
-    own = [span for span in spans if others.isdisjoint(span.attributes)]
+    own = [span for span in spans if not {names.AIR_RULE, names.REWARD_AGENT} & span.attributes.keys()]
     rescored = [span for span in own if names.RESCORED in span.attributes]
     for span in (*reversed(rescored), *reversed(own)):
         if (reward := get_reward_value(span)) is not None:

@@ -109,10 +109,11 @@ ALWAYS_RECORDED: Final = frozenset({REWARD, EXCEPTION})
 """Names of spans that are recorded, marked or not."""
 
 _scope: ContextVar[Scope | None] = ContextVar("agentlightning_scope", default=None)
-_agent: ContextVar[str | None] = ContextVar("agentlightning_agent", default=None)
+tracked_agent: ContextVar[str | None] = ContextVar("agentlightning_agent", default=None)
+"""Of the innermost `track_agent`."""
 _owner: ContextVar[Location | None] = ContextVar("agentlightning_main", default=None)
 """The thread and task of the attempt itself. Elsewhere its scope is inherited."""
-_marked: ContextVar[bool] = ContextVar("agentlightning_marked", default=False)
+_marked = ContextVar("agentlightning_marked", default=False)
 
 
 def current_scope() -> Scope | None:
@@ -336,7 +337,7 @@ def current_agent() -> str | None:
 
 def agent_in(inside: Scope | None) -> str | None:
     """`current_agent` for a caller that already has the current scope."""
-    tracked = _agent.get()
+    tracked = tracked_agent.get()
     return inside and inside.agent if tracked is None else tracked
 
 
@@ -379,13 +380,3 @@ def enter_scope(inside: Scope) -> Generator[Scope]:
         _entered.remove(inside)
         _owner.reset(main_token)
         _scope.reset(scope_token)
-
-
-@contextmanager
-def agent_scope(name: str) -> Generator[None]:
-    """Within the block, `name` is the current agent."""
-    token = _agent.set(name)
-    try:
-        yield
-    finally:
-        _agent.reset(token)

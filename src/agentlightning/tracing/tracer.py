@@ -20,13 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from inspect import signature
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 from weakref import WeakValueDictionary
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as RecordingSpan
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
@@ -45,6 +45,7 @@ from agentlightning.tracing.scope import (
     is_left_out,
     recording_scope,
 )
+from agentlightning.util.json_values import Json
 from agentlightning.util.random_ids import random_bits
 
 INSTRUMENTATION: Final = "agentlightning"
@@ -52,7 +53,7 @@ INSTRUMENTATION: Final = "agentlightning"
 NANOSECONDS = 1e9
 JSON_TYPES = frozenset({str, bool, int, float, type(None)})
 
-_RESOURCE: dict[str, Any] = {SERVICE_NAME: INSTRUMENTATION}
+_RESOURCE: Json = {SERVICE_NAME: INSTRUMENTATION}
 
 UNLIMITED = SpanLimits(**dict.fromkeys(signature(SpanLimits).parameters, SpanLimits.UNSET))
 """Set explicitly: limits in the environment are meant for telemetry and would truncate messages."""
@@ -77,9 +78,9 @@ class ScopeProcessor(SpanProcessor):
     """Passes each span to the sink of the scope it was started in, when it ends."""
 
     def __init__(self) -> None:
-        self._open: WeakValueDictionary[tuple[int, int], Scope] = WeakValueDictionary()
+        self._open = WeakValueDictionary[tuple[int, int], Scope]()
         # Weak, so that spans that never end do not accumulate.
-        self._resource: tuple[Resource, dict[str, Any]] = (Resource.get_empty(), {})
+        self._resource: tuple[Resource, Json] = (Resource.get_empty(), {})
 
     def on_start(self, span: RecordingSpan, parent_context: Context | None = None) -> None:
         scope = _open_scope()
@@ -94,27 +95,31 @@ class ScopeProcessor(SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         context = span.get_span_context()
         scope = None if context is None else self._open.pop((context.trace_id, context.span_id), None)
-        if scope is None:
-            _drop(span.name)
-        elif is_left_out(scope, span.name):
-            counters.add("spans_unmarked")
-        else:
-            resource = self._plain_resource(span.resource)
-            scope.sink.put((to_span(span, scope.rollout_id, scope.attempt_id, resource),))
-
-    def _plain_resource(self, resource: Resource) -> dict[str, Any]:
-        if resource is not self._resource[0]:
-            self._resource = (resource, plain_attributes(resource.attributes))
-        return self._resource[1]
+        if _is_recorded(scope, span.name):
+            if span.resource is not self._resource[0]:
+                self._resource = (span.resource, plain_attributes(span.resource.attributes))
+            scope.sink.put((to_span(span, scope.rollout_id, scope.attempt_id, self._resource[1]),))
 
 
-def _drop(name: str) -> None:
-    counters.note(
-        "outside",
-        f"Span {name!r} was emitted outside of any rollout and is dropped; later ones are dropped without a warning. "
-        "Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run` executes; a"
-        " thread that inherits no session is given one by `agl.carry_session(function)`.",
-    )
+def _is_recorded(scope: Scope | None, name: str) -> TypeGuard[Scope]:
+    """Whether a span of this name is recorded there; what is not is counted."""
+    if scope is None:
+        counters.note(
+            "outside",
+            f"Span {name!r} was emitted outside of any rollout and is dropped; later ones are dropped without a"
+            " warning. Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run`"
+            " executes; a thread that inherits no session is given one by `agl.carry_session(function)`.",
+        )
+    elif is_left_out(scope, name):
+        counters.add("spans_unmarked")
+    else:
+        return True
+    return False
+
+
+@cache
+def _record_spans_of(provider: TracerProvider) -> None:
+    provider.add_span_processor(ScopeProcessor())
 
 
 @cache
@@ -129,7 +134,7 @@ def tracer_provider() -> TracerProvider:
     )
     # OTEL_SDK_DISABLED is meant for the telemetry of libraries; it would silently drop every reward.
     provider._disabled = False  # pyright: ignore[reportPrivateUsage]
-    provider.add_span_processor(ScopeProcessor())
+    _record_spans_of(provider)
     return provider
 
 
@@ -142,10 +147,7 @@ def tracer() -> trace.Tracer:
 def record(name: str, attributes: Mapping[str, Any], error: str | None = None, start_time: float | None = None) -> None:
     """Record a span that ends now, and starts now unless a time was given; with `error`, its status is ERROR."""
     scope = recording_scope()
-    if scope is None:
-        return _drop(name)
-    if is_left_out(scope, name):
-        counters.add("spans_unmarked")
+    if not _is_recorded(scope, name):
         return
     now = time.time()
     parent = trace.get_current_span().get_span_context()
@@ -171,7 +173,6 @@ def record(name: str, attributes: Mapping[str, Any], error: str | None = None, s
 
 
 _installing = threading.Lock()
-_installed_on: list[trace.TracerProvider] = []
 
 
 def install_globally() -> None:
@@ -179,11 +180,8 @@ def install_globally() -> None:
     stays and gets our processor. Idempotent."""
     with _installing:
         current = trace.get_tracer_provider()
-        if current in _installed_on or current is tracer_provider():
-            return
         if isinstance(current, TracerProvider):
-            current.add_span_processor(ScopeProcessor())
-            _installed_on.append(current)
+            _record_spans_of(current)
         else:
             trace.set_tracer_provider(tracer_provider())
 
@@ -196,13 +194,15 @@ def flush(timeout: float = 5.0) -> bool:
 # -- spans of the SDK --------------------------------------------------------------------------------------------------
 
 
-def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict[str, Any] | None = None) -> Span:
+def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: Json | None = None) -> Span:
     """Convert a span: times in seconds, hexadecimal ids, JSON-like attributes. Its `sequence_id` is 0, because the
     store assigns it. `resource` is the span's resource in plain form, if the caller has it already."""
     context, parent, status = span.get_span_context(), span.parent, span.status
     attributes = plain_attributes(span.attributes)
-    name, events = span.name, tuple(map(_event, span.events))
-    scope = span.instrumentation_scope
+    events = tuple(
+        SpanEvent(each.name, each.timestamp / NANOSECONDS, plain_attributes(each.attributes)) for each in span.events
+    )
+    name, scope = span.name, span.instrumentation_scope
     if scope is None or scope.name != INSTRUMENTATION:
         kind = "" if span.kind is SpanKind.INTERNAL else span.kind.name.lower()
         own = ("", "") if scope is None else (scope.name, scope.version or "")
@@ -226,7 +226,7 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: dict
     )
 
 
-def _link(link: Link) -> dict[str, Any]:
+def _link(link: Link) -> Json:
     context, state = link.context, link.context.trace_state.to_header()
     found = {
         "trace_id": format_trace_id(context.trace_id),
@@ -236,7 +236,7 @@ def _link(link: Link) -> dict[str, Any]:
     return found | {"trace_state": state} if state else found
 
 
-def plain_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
+def plain_attributes(attributes: Mapping[str, Any] | None) -> Json:
     """Attributes as JSON values: sequences become lists, bytes become base64 text (as in OTLP's JSON)."""
     return {key: _plain(value) for key, value in attributes.items()} if attributes else {}
 
@@ -251,7 +251,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [_plain(item) for item in value]
     return str(value)
-
-
-def _event(event: Event) -> SpanEvent:
-    return SpanEvent(event.name, event.timestamp / NANOSECONDS, plain_attributes(event.attributes))

@@ -16,11 +16,10 @@ import msgspec
 from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected, Training
-from agentlightning.config import CALLBACKS
 from agentlightning.errors import ResumeError
 from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.trajectory import TrainingSample
-from agentlightning.util.plugins import calls_of, described
+from agentlightning.util.plugins import described
 
 if TYPE_CHECKING:
     from agentlightning.evaluation.evaluation import Evaluation
@@ -149,12 +148,3 @@ def saved(callback: Callback[Any]) -> dict[str, Any]:
     table = msgspec.to_builtins(asdict(state) if hasattr(state, "__dataclass_fields__") else state)
     json.dumps(table, allow_nan=False)
     return table
-
-
-def make_callbacks(named: Sequence[str], given: Sequence[Callback[Any]]) -> list[Callback[Any]]:
-    """The callbacks that settings name, and those that are objects. Raises ConfigError and ExtensionError."""
-    made: list[Callback[Any]] = []
-    for each in map(CALLBACKS.find, named):
-        with calls_of(each, "callback"):
-            made.append(each())
-    return [*made, *given]

@@ -20,16 +20,15 @@ from agentlightning.assemble.trajectories import steps
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError
-from agentlightning.rollouts import Attempt
 from agentlightning.runner import Runner
 from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.training.agent_runner import run_beside
 from agentlightning.training.health.step_record import LEAK_SHARE, answers_in_prompts
-from agentlightning.training.persistence.run_changes import Tasks
+from agentlightning.training.persistence.checkpoints import has_random_weights
+from agentlightning.training.persistence.run_dir import Tasks
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import run_trials, transcript_of
-from agentlightning.training.starting_policy import has_random_weights
 from agentlightning.training.tracking import check_installed
 from agentlightning.util.json_values import recorded_objects
 
@@ -81,11 +80,9 @@ class DryRunRollout:
     """The messages of its last call, and the answer."""
 
 
-def observe(
-    task: Any, report: RolloutReport, attempt: Attempt | None, reason: str | None, model: str | None
-) -> DryRunRollout:
+def observe(task: Any, report: RolloutReport, reason: str | None, model: str | None) -> DryRunRollout:
     """`reason`: why it was rejected; `model`: the name of the policy; None: any counts."""
-    spans, answered = report.spans, calls(report.spans)
+    spans, attempt, answered = report.spans, report.attempt, calls(report.spans)
     own = [span for span in answered if model is None or model_of(span) in (None, model)]
     tools = (tool for span in own for tool in recorded_objects(span.attributes.get(names.TOOL_DEFINITIONS)))
     offered = {str(tool.get("name") or (tool.get("function") or {}).get("name")) for tool in tools}
@@ -185,34 +182,24 @@ class DryRun:
 
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        return {
-            "ready": self.is_ready,
-            "checks": [asdict(each) for each in self.checks],
-            "rollouts": [asdict(each) for each in self.rollouts],
-            "seconds": round(self.seconds, 2),
-        }
+        return {"ready": self.is_ready, **asdict(self), "seconds": round(self.seconds, 2)}
 
 
 def checks_of(rollouts: Sequence[DryRunRollout], *, trains: bool, random_weights: bool) -> Iterator[DryRunCheck]:
     """`trains`: whether the calls of a policy are learned from; `random_weights`: whether it knows nothing yet."""
     failed = [each for each in rollouts if each.failure is not None]
     ended = [each for each in rollouts if each.failure is None]
-    text = (
-        f"{len(rollouts)} of {len(rollouts)} ended well, the slowest in {max(each.seconds for each in rollouts):.1f} s"
-    )
+    of = f"of {len(rollouts)}"
     if failed:
         hung = sum(each.status == "timeout" for each in failed)
         times = f", {hung} of them because they took longer than runner.timeout_seconds" if hung else ""
-        text = (
-            f"{len(failed)} of {len(rollouts)} failed{times}. The first, {failed[0].rollout_id}:\n{failed[0].failure}"
-        )
-    alone = f"run the agent on this task by itself: {_short(failed[0].task)}" if failed else None
-    yield DryRunCheck(
-        "rollouts",
-        "ok" if not failed else "failed" if len(failed) * 2 > len(rollouts) else "warning",
-        text,
-        f"{LONG_ANSWERS}. Or {alone}" if any(map(_waits, failed)) else alone,
-    )
+        text = f"{len(failed)} {of} failed{times}. The first, {failed[0].rollout_id}:\n{failed[0].failure}"
+        alone = f"run the agent on this task by itself: {_short(failed[0].task)}"
+        advice = f"{LONG_ANSWERS}. Or {alone}" if any(map(_waits, failed)) else alone
+        yield DryRunCheck("rollouts", "failed" if len(failed) * 2 > len(rollouts) else "warning", text, advice)
+    else:
+        slowest = max(each.seconds for each in rollouts)
+        yield DryRunCheck("rollouts", "ok", f"{len(rollouts)} {of} ended well, the slowest in {slowest:.1f} s")
     if trains:
         yield check_calls(rollouts)
     elif ended:  # Where all failed, a call that is missing says nothing of the set-up.
@@ -384,12 +371,9 @@ def settings_of(config: TrainConfig) -> TrainConfig:
     if not config.runner.hosts:
         raise ConfigError("a dry run runs the agent here, and runner.hosts=0 leaves it to runners elsewhere")
     check_installed(config.tracking)
-    changes = {
-        "runner": config.runner.model_copy(update={"max_attempts": 1, "max_failed_share": 1.0}),
-        "tracking": TrackingConfig(transcripts=0),
-        "run": config.run.model_copy(update={"gateways": ()}),  # Its store is its own.
-    }
-    return config.model_copy(update=changes)
+    config = config.with_section("runner", max_attempts=1, max_failed_share=1.0)
+    config = config.with_section("run", gateways=())  # Its store is its own.
+    return config.model_copy(update={"tracking": TrackingConfig(transcripts=0)})
 
 
 async def dry_run(
@@ -464,10 +448,8 @@ async def rehearse(run: TrainingRun) -> tuple[DryRunRollout, ...]:
     collected, reports = await run_trials(
         collector, label, tasks, resources_id, run.reward_weights, on_progress=progress.update
     )
-    ids = [each.rollout_id for each in reports]
-    attempts = {each.rollout_id: each for each in await collector.store.get_latest_attempts(ids)}
     reasons = {each.rollout_id: each.reason for each in collected.rejected}
     return tuple(
-        observe(task, report, attempts.get(each), reasons.get(each), collector.reader.model)
-        for each, task, report in zip(ids, tasks.values(), reports, strict=True)
+        observe(task, report, reasons.get(report.rollout_id), collector.reader.model)
+        for task, report in zip(tasks.values(), reports, strict=True)
     )

@@ -6,8 +6,8 @@ Used by `agl run`, and by runs that train no model, if neither a model nor route
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 OPENAI_URL = "https://api.openai.com/v1"
 ANTHROPIC_URL = "https://api.anthropic.com"
-_OPENAI_URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
 _OPENAI_MODELS = ("gpt-*", "o[0-9]*", "chatgpt-*", "codex-*", "text-embedding-*")
 
 
@@ -28,7 +27,10 @@ def inherited_config(environment: Mapping[str, str]) -> GatewayConfig | None:
     With one provider, all calls go there. With both, the model name decides: Claude models go to Anthropic, and models
     of neither provider go to the one with a URL other than its default.
     """
-    openai, anthropic = _openai(environment), _anthropic(environment)
+    paths = ("chat/completions", "completions", "responses", "embeddings")
+    openai = _provider(environment, "openai", OPENAI_URL, ("OPENAI_BASE_URL", "OPENAI_API_BASE"), paths=paths)
+    token = environment.get("ANTHROPIC_AUTH_TOKEN")
+    anthropic = _provider(environment, "anthropic", ANTHROPIC_URL, ("ANTHROPIC_BASE_URL",), token, dialect="anthropic")
     providers = tuple(provider for provider in (openai, anthropic) if provider is not None)
     if not providers:
         return None
@@ -44,34 +46,27 @@ def inherited_config(environment: Mapping[str, str]) -> GatewayConfig | None:
     return GatewayConfig(providers=providers, routes=rules)
 
 
-def _openai(environment: Mapping[str, str]) -> Provider | None:
-    key = environment.get("OPENAI_API_KEY")
-    url = next((environment[name] for name in _OPENAI_URLS if environment.get(name)), None)
-    if not key and not url:
+def _provider(
+    environment: Mapping[str, str],
+    name: str,
+    default: str,
+    urls: Sequence[str],
+    token: str | None = None,
+    **settings: Any,
+) -> Provider | None:
+    """The provider whose key or `token` is in the environment, or whose address is in one of its variables `urls`."""
+    key = environment.get(f"{name.upper()}_API_KEY")
+    url = next((environment[each] for each in urls if environment.get(each)), None)
+    if not (key or token or url):
         return None
     return Provider(
-        name="openai",
-        base_urls=(url or OPENAI_URL,),
-        api_key=SecretStr(key) if key else None,
-        all_paths=True,
-        paths=("chat/completions", "completions", "responses", "embeddings"),
-        retries=0,  # the command retries as it does without us
-    )
-
-
-def _anthropic(environment: Mapping[str, str]) -> Provider | None:
-    key, token = environment.get("ANTHROPIC_API_KEY"), environment.get("ANTHROPIC_AUTH_TOKEN")
-    url = environment.get("ANTHROPIC_BASE_URL")
-    if not key and not token and not url:
-        return None
-    return Provider(
-        name="anthropic",
-        dialect="anthropic",
-        all_paths=True,
-        base_urls=(url or ANTHROPIC_URL,),
+        name=name,
+        base_urls=(url or default,),
         api_key=SecretStr(key) if key else None,
         headers={} if key or not token else {"authorization": f"Bearer {token}"},
-        retries=0,
+        all_paths=True,
+        retries=0,  # the command retries as it does without us
+        **settings,
     )
 
 
@@ -85,5 +80,4 @@ def with_own_providers(config: TrainConfig, say: Callable[[str], None]) -> Train
         return config
     named = ", ".join(f"{each.name} at {each.base_urls[0]}" for each in found.providers)
     say(f"calls of the agent are recorded and go to {named}, as the environment says")
-    own = {"providers": found.providers, "routes": found.routes}
-    return config.model_copy(update={"gateway": config.gateway.model_copy(update=own)})
+    return config.with_section("gateway", providers=found.providers, routes=found.routes)

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -45,8 +44,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Files of which llama.cpp's converter reads one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedWeights:
+class ExportedWeights(Struct, frozen=True):
     """What was written."""
 
     path: Path
@@ -80,8 +78,13 @@ def export_weights(run_dir: Path, form: WeightsForm, path: Path, precision: Prec
             return ExportedWeights(path, (path.name,), adapters)
     if not adapters:
         shutil.copytree(checkpoint, path, dirs_exist_ok=True)
-    if form == "gguf-ready":
-        _check(path)
+    if form == "gguf-ready" and not any((path / name).exists() for name in TOKENIZERS):
+        raise ConfigError(
+            f"{path} has neither {' nor '.join(TOKENIZERS)}, of which llama.cpp's converter reads one; copy that of the"
+            " model the run started from"
+        )
+    if form == "gguf-ready" and not list(path.glob("*.safetensors")):
+        raise ConfigError(f"{path} has no *.safetensors, which llama.cpp's converter reads")
     return ExportedWeights(path, tuple(sorted(each.name for each in path.iterdir())), adapters)
 
 
@@ -96,16 +99,6 @@ def checkpoint_of(run_dir: Path) -> Path:
 def holds_weights(checkpoint: Path) -> bool:
     """Whether a run has trained weights, and not only prompts."""
     return any((checkpoint / name).exists() for name in ("adapter_config.json", "agents.json", "config.json"))
-
-
-def _check(path: Path) -> None:
-    if not any((path / name).exists() for name in TOKENIZERS):
-        raise ConfigError(
-            f"{path} has neither {' nor '.join(TOKENIZERS)}, of which llama.cpp's converter reads one; copy that of the"
-            " model the run started from"
-        )
-    if not list(path.glob("*.safetensors")):
-        raise ConfigError(f"{path} has no *.safetensors, which llama.cpp's converter reads")
 
 
 # -- datasets --------------------------------------------------------------------------------------------------------
@@ -123,8 +116,7 @@ def _check(path: Path) -> None:
 DatasetForm = Literal["openai-jsonl", "trl-jsonl", "dpo-jsonl"]
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Struct, frozen=True):
     """Which conversations are exported."""
 
     min_reward: float | None = None
@@ -140,8 +132,7 @@ class Selection:
             raise ConfigError(f"--agent {self.agent!r} is no regular expression: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(Struct, frozen=True):
     """One conversation of a rollout."""
 
     task: Any

@@ -47,10 +47,9 @@ from agentlightning.evaluation.intervals import Gain, paired_gain
 from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import Rollout
-from agentlightning.runner.agents.loading import load_object
-from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.runner.agents.agent import load_object
+from agentlightning.runner.agents.arguments import RewardFunction
 from agentlightning.runner.agents.spec import function_spec
-from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import load_dataset, task_key
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState
 from agentlightning.training.health.signs import beyond_limits, signs_of
@@ -63,10 +62,9 @@ from agentlightning.training.health.step_record import (
     distance,
     score_of,
 )
-from agentlightning.training.persistence.run_changes import Tasks
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, append_lines, check_run, whole_lines
 from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
-from agentlightning.trajectory import RewardWeights, Trajectory
+from agentlightning.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from agentlightning.training.run import TrainingRun
@@ -172,39 +170,36 @@ logger = logging.getLogger(__name__)
 
 
 def second_reward(run: TrainingRun, name: str | None) -> Scores | None:
-    """Gives finished rollouts of a run the rewards of the function of that name. Raises AgentError where it cannot be
-    loaded."""
+    """Gives finished rollouts of a run the rewards of the function of that name, in this process. One that the function
+    raises for, or gives no number, is left out; the first is logged. Raises AgentError where it cannot be loaded."""
     if not name:
         return None
     function = RewardFunction.of(load_object(function_spec(name, "reward"), "reward"))
-    return partial(score_rollouts, run.collector.store, function, run.reward_weights)
+    store, limit = run.collector.store, asyncio.Semaphore(CONCURRENCY)
 
+    async def scores(rollout_ids: Sequence[str]) -> dict[str, float]:
+        recorded = await read_recordings(store, rollout_ids)
 
-async def score_rollouts(
-    store: LightningStoreBase, function: RewardFunction, weights: RewardWeights, rollout_ids: Sequence[str]
-) -> dict[str, float]:
-    """By rollout id, in this process. One that the function raises for, or gives no number, is left out; the first is
-    logged."""
-    limit, recorded = asyncio.Semaphore(CONCURRENCY), await read_recordings(store, rollout_ids)
-    rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
+        async def score(rollout: Rollout) -> float | None:
+            own = recorded[rollout.rollout_id]
+            if own.attempt is None:
+                return None
+            async with limit:
+                reward = await apply_reward(store, function, rollout, own.attempt, own.spans)
+            return scalar_reward(reward, run.reward_weights)
 
-    async def score(rollout: Rollout) -> float | None:
-        own = recorded[rollout.rollout_id]
-        if own.attempt is None:
-            return None
-        async with limit:
-            reward = await apply_reward(store, function, rollout, own.attempt, own.spans)
-        return scalar_reward(reward, weights)
+        rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
+        # The boundary of the user's function: what it raises is counted as missing.
+        results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
+        found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
+        failures = [
+            f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
+        ]
+        if failures:
+            logger.warning("%s gave %d rollouts no score. rollout %s", function.source, len(failures), failures[0])
+        return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
-    # The boundary of the user's function: what it raises is counted as missing.
-    results = await asyncio.gather(*map(score, rollouts), return_exceptions=True)
-    found = {rollout.rollout_id: each for rollout, each in zip(rollouts, results, strict=True)}
-    failures = [
-        f"{key}: {type(each).__name__}: {each}" for key, each in found.items() if isinstance(each, BaseException)
-    ]
-    if failures:
-        logger.warning("%s gave %d rollouts no score. rollout %s", function.source, len(failures), failures[0])
-    return {key: value for key, value in found.items() if isinstance(value, int | float)}
+    return scores
 
 
 # -- guard -----------------------------------------------------------------------------------------------------------
@@ -434,22 +429,6 @@ def last_times(records: Iterable[AuditRecord]) -> list[AuditRecord]:
 # -- promotion gate --------------------------------------------------------------------------------------------------
 
 
-def guard_tasks(config: GateConfig, tasks: Tasks) -> list[Any]:
-    """The guard set of a run. Raises ConfigError where there is none, or it has tasks that are trained on."""
-    found = list(tasks.validation if config.tasks is None else load_dataset(config.tasks))
-    if not found:
-        raise ConfigError("the gate has no tasks: set gate.tasks to a file, or give validation tasks (data.validation)")
-    trained = {task_key(task) for task in tasks.train}
-    shared = [row for row, task in enumerate(found, 1) if task_key(task) in trained]
-    if shared:
-        shown = ", ".join(map(str, shared[:5])) + (" ..." if len(shared) > 5 else "")
-        raise ConfigError(
-            f"{len(shared)} tasks of the guard set ({config.tasks or 'the validation tasks'}) are training tasks, too:"
-            f" rows {shown}. A version that has memorised them would pass; remove them from one of the two"
-        )
-    return found[: config.limit]
-
-
 def difference(
     before: Sequence[float | None], after: Sequence[float | None], confidence: float, margin: float = 0.0
 ) -> Gain:
@@ -480,10 +459,25 @@ class Gate(RunCallback[GateState]):
     state_class = GateState
 
     def __init__(self, run: TrainingRun, config: GateConfig, audit: Audit, health: Health) -> None:
-        """Raises AgentError where the reward of the gate cannot be loaded, and ConfigError for its tasks."""
+        """Raises AgentError where the reward of the gate cannot be loaded, and ConfigError where the guard set has no
+        tasks, or some that are trained on."""
         super().__init__(run)
         self.config, self.audit, self.health = config, audit, health
-        self.tasks, self.second = guard_tasks(config, run.tasks), second_reward(run, config.reward)
+        self.second = second_reward(run, config.reward)
+        found = list(run.tasks.validation if config.tasks is None else load_dataset(config.tasks))
+        if not found:
+            raise ConfigError(
+                "the gate has no tasks: set gate.tasks to a file, or give validation tasks (data.validation)"
+            )
+        trained = {task_key(task) for task in run.tasks.train}
+        shared = [row for row, task in enumerate(found, 1) if task_key(task) in trained]
+        if shared:
+            shown = ", ".join(map(str, shared[:5])) + (" ..." if len(shared) > 5 else "")
+            raise ConfigError(
+                f"{len(shared)} tasks of the guard set ({config.tasks or 'the validation tasks'}) are training tasks,"
+                f" too: rows {shown}. A version that has memorised them would pass; remove them from one of the two"
+            )
+        self.tasks = found[: config.limit]
 
     async def on_start(self) -> None:
         """The version that the run starts from is the promoted one."""

@@ -15,9 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
@@ -35,11 +37,10 @@ from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.task import load_dataset
-from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RecordedData, RunDir, RunState
+from agentlightning.training.persistence.checkpoints import make_starting_policy
+from agentlightning.training.persistence.run_dir import RecordedData, RunDir, RunState, Tasks
 from agentlightning.training.report.result import RecordedResult
 from agentlightning.training.sources.collector import checked
-from agentlightning.training.starting_policy import make_starting_policy
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
 
@@ -68,8 +69,7 @@ class NothingArrived(TrainingStopped):
     """No session came for as long as a run that follows its store waits: its training ends."""
 
 
-@dataclass(slots=True)
-class RecordedSource:
+class RecordedSource(Struct):
     """Batches of recorded sessions, and the account of those that were left out."""
 
     plan: Plan
@@ -79,11 +79,11 @@ class RecordedSource:
     store: LightningStoreBase | None
     settings: DataConfig
     seed: int
-    _groups: list[tuple[Trajectory, ...]] = field(default_factory=list[tuple[Trajectory, ...]])
+    _groups: list[tuple[Trajectory, ...]] = []
     """Of the present epoch."""
-    _waiting: list[Trajectory] = field(init=False)
+    _waiting: list[Trajectory] = []
     """Those that arrived and were not learned from."""
-    _known: set[str] = field(init=False)
+    _known: set[str] = set()
     """Rollouts that were read."""
 
     def __post_init__(self) -> None:
@@ -228,11 +228,17 @@ async def open_recorded(
     progress: Progress,
     stack: AsyncExitStack,
 ) -> tuple[TrainConfig, RecordedSource]:
-    """The source of a run, new or resumed, and its settings, which name the store of its sessions where they can.
+    """The source of a run, new or resumed, and its settings, which name the store of its sessions where they can. That
+    store is the one of a query, else `store`, that of the trainer, else the algorithm's, or the one in the settings.
 
     Raises DatasetError where there is nothing that the algorithm can learn from, saying what is missing."""
     data = state.recorded
     assert data is not None
+    query = getattr(algorithm, "dataset", None)
+    if isinstance(query, TrajectoryQuery):
+        store = query.store
+    elif store is None:
+        store = getattr(algorithm, "store", None)
     if not algorithm.reads_sessions:
         store = None
     elif store is None:
@@ -242,8 +248,7 @@ async def open_recorded(
         state.objects = [*{*state.objects, "store"}]
     path = getattr(store, "path", None)
     if isinstance(path, Path):
-        own = config.data.model_copy(update={"sessions": str(path.resolve())})
-        config = config.model_copy(update={"data": own})
+        config = config.with_section("data", sessions=str(path.resolve()))
     progress.phase("reading the data" if store is None else "reading sessions")
     target = getattr(getattr(algorithm, "config", None), "target_agent", None)
     sessions = await _sessions(store, data, config.data, target, progress)
@@ -283,15 +288,6 @@ def recorded_data(algorithm: Algorithm[Any], *, is_object: bool) -> RecordedData
     if isinstance(query, TrajectoryQuery):
         data.sources["dataset"] = {name: getattr(query, name) for name in query.__slots__ if name != "store"}
     return data
-
-
-def sessions_of(algorithm: Algorithm[Any], given: LightningStoreBase | None) -> LightningStoreBase | None:
-    """The store object whose sessions are learned from: that of a query, the trainer's, or the algorithm's. None: the
-    settings name it, or the algorithm has data of its own."""
-    query = getattr(algorithm, "dataset", None)
-    if isinstance(query, TrajectoryQuery) or not algorithm.reads_sessions:
-        return getattr(query, "store", None)
-    return given if given is not None else getattr(algorithm, "store", None)
 
 
 def open_sessions(name: str | None) -> LightningStoreBase:
@@ -340,18 +336,6 @@ async def _tokenizer(config: TrainConfig, run_dir: RunDir, target: str | None) -
     chat = await load_chat_format(directory, policy.tool_calls)
     vocabulary, context = await asyncio.to_thread(model_limits, directory)
     return Tokenizer(chat, min(context, policy.max_context or context), vocabulary, target)
-
-
-# -- settings --------------------------------------------------------------------------------------------------------
-
-
-def wired_settings(config: TrainConfig, agent: Any) -> TrainConfig:
-    """The settings that such a run is built with: no measurement without an agent, rare checkpoints."""
-    every = config.run.checkpoint_every or CHECKPOINT_EVERY
-    changes: dict[str, Any] = {"run": config.run.model_copy(update={"checkpoint_every": every})}
-    if agent is None:
-        changes["evaluation"] = config.evaluation.model_copy(update={"modes": ()})
-    return config.model_copy(update=changes)
 
 
 def check_recorded(algorithm: Algorithm[Any], config: TrainConfig, agent: Any, held_out: object) -> None:

@@ -7,13 +7,15 @@ run directory holds all that is needed to continue from there.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from msgspec import Struct, field
@@ -27,16 +29,28 @@ from agentlightning.errors import ConfigError, ResumeError, TrainingStopped
 from agentlightning.evaluation.evaluation import Evaluation, comparable_scores, gain_of
 from agentlightning.policy.base import UPDATE, Metrics, UpdateOptions
 from agentlightning.policy.learner import Learner
-from agentlightning.resources import NamedResources, prompts_in
+from agentlightning.resources import NamedResources, named_resources, prompts_in
 from agentlightning.training.callbacks import Callback, FinishedStep, restore, saved
-from agentlightning.training.health.examination import CLOSING, closing_warnings
 from agentlightning.training.health.step_record import VALIDATION, StepRecord, step_line
 from agentlightning.training.joined_gateways import JoinedGateways
 from agentlightning.training.persistence.checkpoints import Checkpoints, load_weights, read_resources
-from agentlightning.training.persistence.run_changes import Tasks
-from agentlightning.training.persistence.run_dir import RunDir, RunState, forget_after, write_atomically
+from agentlightning.training.persistence.run_dir import (
+    RunDir,
+    RunState,
+    Tasks,
+    append_lines,
+    forget_after,
+    write_atomically,
+)
 from agentlightning.training.recorded import NothingArrived, RecordedSource
-from agentlightning.training.report.result import TrainingResult, cost_of_steps, stage_results, with_providers
+from agentlightning.training.report.result import (
+    CLOSING,
+    TrainingResult,
+    closing_warnings,
+    cost_of_steps,
+    stage_results,
+    with_providers,
+)
 from agentlightning.training.sources.collector import (
     TEMPERATURES,
     RolloutCollector,
@@ -48,8 +62,6 @@ from agentlightning.training.sources.stream import RolloutStream
 from agentlightning.trajectory import RewardWeights, TrainingSample, Trajectory
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.progress import Progress
-
-R = TypeVar("R")
 
 
 class TrainingRun(Struct):
@@ -146,17 +158,18 @@ class TrainingRun(Struct):
         restore(callback, self.state.of(callback.name))
         self.callbacks.append(callback)
 
-    async def each(self, call: Callable[[Callback[Any]], Awaitable[R]]) -> list[R]:
-        """What a call of each callback returns. Raises ExtensionError for one of others that fails, with its file."""
-        found: list[R] = []
+    async def each(self, point: str, *args: object) -> list[Any]:
+        """What the method of each callback for this point returns. Raises ExtensionError for one of others that fails,
+        with its file."""
+        found: list[Any] = []
         for callback in self.callbacks:
             with calls_of(type(callback), "callback"):
-                found.append(await call(callback))
+                found.append(await getattr(callback, point)(*args))
         return found
 
     async def close(self) -> None:
         """The process leaves the run."""
-        await self.each(lambda callback: callback.close())
+        await self.each("close")
 
     def write_state(self) -> None:
         now = time.monotonic()
@@ -170,7 +183,7 @@ class TrainingRun(Struct):
     async def save(self) -> None:
         """Write a checkpoint, then name it in state.json: only then does the step count."""
         await self.checkpoints.save()
-        await self.each(lambda callback: callback.on_checkpoint())
+        await self.each("on_checkpoint")
         self.write_state()
         self.run_dir.prune_checkpoints(self.state, self.config.run.keep_checkpoints)
 
@@ -193,8 +206,7 @@ class TrainingRun(Struct):
         """Count the training rollouts, and name the first of each kind that is of no use."""
         self.state.rollouts += collected.rollouts
         self.state.failed_rollouts += len(collected.failed)
-        for reason, count in count_reasons(collected.rejected).items():
-            self.state.rejected[reason] = self.state.rejected.get(reason, 0) + count
+        self.state.rejected = Counter(self.state.rejected) + Counter(count_reasons(collected.rejected))
         await self.name_left_out(collected)
 
     async def name_left_out(self, collected: Collected) -> None:
@@ -220,7 +232,7 @@ class TrainingRun(Struct):
 
     async def begin_revision(self) -> None:
         """Cancel the rollouts that were queued before a change of what rewards mean."""
-        await self.each(lambda callback: callback.on_revision())
+        await self.each("on_revision")
         await self.collector.cancel(self.state.run_id)
         self.write_state()
         self.note(
@@ -239,7 +251,7 @@ class TrainingRun(Struct):
         """Record a finished step."""
         record = StepRecord.read(line)
         self.state.skipped_groups += record.skipped_groups
-        self.run_dir.append_metrics(line)
+        append_lines(self.directory / "metrics.jsonl", line)
         self.records.append(record)
         self.progress.step(line)
         return record
@@ -252,7 +264,7 @@ class TrainingRun(Struct):
         collected = await self.source.next(request)
         if self.state.recorded is None:
             await self.count(collected)
-        await self.each(lambda callback: callback.on_batch(collected))
+        await self.each("on_batch", collected)
         return collected
 
     async def recall(
@@ -267,7 +279,7 @@ class TrainingRun(Struct):
             with calls_of(type(callback), "callback"):
                 options = callback.before_update(options)
         metrics = dict(await self._learner().update(samples, options))
-        for further in await self.each(lambda callback: callback.on_update(samples)):
+        for further in await self.each("on_update", samples):
             metrics |= further or {}
         return metrics
 
@@ -298,7 +310,10 @@ class TrainingRun(Struct):
         self._check_agent()
         label = f"{self.state.run_id}-trial-{self.state.step + 1:06d}{self.state.suffix}"
         sampling = {"temperature": TEMPERATURES[self.config.evaluation.modes[0]]}
-        resources_id = await self.checkpoints.publisher.write_trial(label, resources, sampling)
+        # The same resources have the same id, wherever the policy is served.
+        given = {**self.resources, **resources}
+        digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
+        resources_id = await self.checkpoints.publisher.write(f"{label}-{digest}", sampling, resources=given)
         collected, reports = await run_trials(self.collector, label, tasks, resources_id, self.reward_weights, metadata)
         await self.count(collected)
         return reports
@@ -323,7 +338,7 @@ class TrainingRun(Struct):
             results = await self.validate()
             if self.is_best(results):
                 await self._keep_best()
-            await self.each(lambda callback: callback.on_validation(results))
+            await self.each("on_validation", results)
             for mode, result in results.items():
                 line[f"{VALIDATION}{mode}"] = result.mean if result.known else math.nan
                 if result.missing:
@@ -335,7 +350,7 @@ class TrainingRun(Struct):
         record = self.add_step(step.line)
         if step.saves or self.checkpoints.is_due(is_last=step.is_last):
             await self.save()
-        await self.each(lambda callback: callback.on_step_end(step))
+        await self.each("on_step_end", step)
         self.progress.update(self.step, **record.progress())
         self.conclude(step)
 
@@ -391,12 +406,10 @@ class TrainingRun(Struct):
                 state.reasons.pop(f"after-{mode}", None)
         return await self.measure_held_out("measuring the trained policy", "after", f"after-{step:06d}")
 
-    async def measure_held_out(
-        self, phase: str, label: str, purpose: str, *, strict: bool = False
-    ) -> dict[str, Evaluation]:
-        """Held-out reward by mode, measured once for each label in the life of a run. `purpose` names its rollouts.
-        Where it is `strict`, raises TrainingStopped if more rollouts fail than the run allows, and RewardError if there
-        is no reward at all."""
+    async def measure_held_out(self, phase: str, label: str, purpose: str) -> dict[str, Evaluation]:
+        """Held-out reward by mode, measured once for each label in the life of a run. `purpose` names its rollouts. For
+        that of the starting policy, raises TrainingStopped if more rollouts fail than the run allows, and RewardError
+        if there is no reward at all."""
         state, count = self.state, self.held_out_tasks
         modes, results = self.config.evaluation.modes, dict[str, Evaluation]()
         if rollouts := count * len(modes):
@@ -409,6 +422,7 @@ class TrainingRun(Struct):
                 def show(ended: int, done: int = done) -> None:
                     self.progress.update(done + ended)
 
+                strict = label == "before"
                 result = await self.measure(named, mode, self.held_out, show, held_out=True, strict=strict)
                 state.evaluations[name] = list(result.rewards)
                 state.reasons[name] = dict(result.reasons)
@@ -454,7 +468,7 @@ class TrainingRun(Struct):
         state, algorithm, progress = self.state, self.algorithm, self.progress
         state.warnings = {kind: text for kind, text in state.warnings.items() if not kind.startswith(CLOSING)}
         at_start = state.measures_start(self.config.evaluation.modes)
-        before = await self.measure_held_out("measuring the starting policy", "before", "before", strict=True)
+        before = await self.measure_held_out("measuring the starting policy", "before", "before")
         if at_start:  # Continue from the last checkpoint.
             await self.publish(read_resources(self.directory, state.checkpoint))
             if self.learner is not None:
@@ -469,7 +483,7 @@ class TrainingRun(Struct):
         self.records = [StepRecord.read(line) for line in self.run_dir.read_metrics()]
         if self.learner is not None:
             await self.learner.publish()
-        await self.each(lambda callback: callback.on_start())
+        await self.each("on_start")
         with calls_of(type(algorithm), "algorithm"):
             try:
                 outcome: object = await algorithm.run(self)
@@ -484,7 +498,7 @@ class TrainingRun(Struct):
     async def finish(self) -> None:
         """After the last step of the run, or of a stage: its result is the promoted version, or the best one by
         validation."""
-        await self.each(lambda callback: callback.on_trained())
+        await self.each("on_trained")
         state = self.state
         if state.best_checkpoint is not None and state.best_step != state.step:
             await self.checkpoints.rollback(state.best_checkpoint, state.best_version)
@@ -523,7 +537,7 @@ class TrainingRun(Struct):
             stages=stage_results(state, lines, list(gains)),
             cost=cost,
             recorded=self.source.result(lines) if isinstance(self.source, RecordedSource) else None,
-            gateways=None if self.joined is None else await self.joined.report(),
+            gateways=self.joined and await self.joined.report(),
         )
         for callback in self.callbacks:
             with calls_of(type(callback), "callback"):
@@ -556,7 +570,7 @@ class TrainingRun(Struct):
             )
             if state.first_step:
                 await self.save()
-            await self.each(lambda callback: callback.on_stage())
+            await self.each("on_stage")
             self.write_state()
         self.total_steps, self._lr_factor = state.first_step + stage.steps, stage.lr_factor
         self.validates = not stage.selects_result

@@ -1,8 +1,9 @@
-"""The trackers of a run: each is called in a thread of its own, and none can delay, fail or stop the run.
+"""What a run reports while it goes on: to experiment trackers, in sample transcripts, a reward curve, and the ratios of
+its tokens.
 
-What a run reports is in its directory always: metrics.jsonl, report.json, curve.png, config.toml, and transcripts.jsonl
-with sample rollouts of each validation. `tracking.json` names the trackers' own runs, so that a resumed run continues
-them.
+Each tracker is called in a thread of its own, and none can delay, fail or stop the run. What a run reports is in its
+directory always: metrics.jsonl, report.json, curve.png, config.toml, and transcripts.jsonl with sample rollouts of each
+validation. `tracking.json` names the trackers' own runs, so that a resumed run continues them.
 """
 
 # The packages of trackers are extras, which type checks do without.
@@ -14,14 +15,16 @@ import logging
 import math
 import os
 import struct
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 from msgspec import Struct, structs
@@ -29,13 +32,20 @@ from msgspec import Struct, structs
 from agentlightning.config import TRACKERS, TrackingConfig
 from agentlightning.errors import MissingExtraError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
+from agentlightning.evaluation.intervals import Gain
 from agentlightning.policy.base import Metrics
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.callbacks import FinishedStep, NoState
 from agentlightning.training.governance import RunCallback
-from agentlightning.training.persistence.run_changes import flat_settings
-from agentlightning.training.persistence.run_dir import append_lines, forget_after, write_atomically
-from agentlightning.training.sources.collector import MOST_TEXT, conversation_of, read_recordings, text_of
+from agentlightning.training.health.step_record import VALIDATION
+from agentlightning.training.persistence.run_dir import (
+    append_lines,
+    flat_settings,
+    forget_after,
+    write_atomically,
+)
+from agentlightning.training.sources.collector import MOST_TEXT, read_recordings, said, text_of, transcript_of
+from agentlightning.trajectory import CallId, TrainingSample
 
 if TYPE_CHECKING:
     from agentlightning.training.report.result import TrainingResult
@@ -115,15 +125,6 @@ def result_numbers(result: Mapping[str, Any]) -> dict[str, float]:
     return {f"result/{name}": value for name, value in found.items()}
 
 
-def markdown_table(transcripts: Sequence[Transcript]) -> str:
-    """The table as Markdown."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
-    for row in map(structs.astuple, transcripts):
-        cells = (str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>") for cell in row)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 # -- tensorboard -----------------------------------------------------------------------------------------------------
 
 # TensorBoard: event files in `RUN/tensorboard`. Written with the package `tensorboard` alone, without torch.
@@ -153,7 +154,11 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
     def transcripts(self, step: int, rows: Sequence[Transcript]) -> None:
-        self._text(step, "transcripts", markdown_table(rows))
+        lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
+        for row in map(structs.astuple, rows):
+            cells = (str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>") for cell in row)
+            lines.append(f"| {' | '.join(cells)} |")
+        self._text(step, "transcripts", "\n".join(lines))
 
     def result(self, step: int, result: Mapping[str, Any], curve: Path | None) -> None:
         self._text(step, "result", _as_block(result))
@@ -328,7 +333,9 @@ async def validation_transcripts(
         Transcript(
             mode,
             text_of(tasks[index]),
-            "\n".join(conversation_of(found[rollout_id].spans))[-MOST_TEXT:],
+            "\n".join(f"{each.get('role', '?')}: {said(each)}" for each in transcript_of(found[rollout_id].spans))[
+                -MOST_TEXT:
+            ],
             text_of(found[rollout_id].output),
             results[mode].rewards[index],
             rollout_id,
@@ -345,8 +352,6 @@ MOST_WAITING = 1000
 """Calls that may wait for one tracker; further ones are dropped and counted."""
 CLOSE_SECONDS = 60.0
 """How long the end of a run waits for a tracker."""
-
-T = TypeVar("T")
 
 
 def check_installed(config: TrackingConfig) -> None:
@@ -372,16 +377,20 @@ class _Channel:
         self.begun: str | None = None
         """The name of its own run. None: it did not start, or takes too long to."""
         self._thread = ThreadPoolExecutor(1, f"tracker-{name}")
-        self._waiting = set[Future[Any]]()
-        self._tracker = self._submit("start", lambda: self._start(run))
+        self._waiting = set[Future[None]]()
+        self._tracker: Any = None
+        """None: it did not start."""
+        self.send("start", lambda _: self._start(run))
         self.flush()
 
     def send(self, what: str, call: Callable[[Tracker], object]) -> None:
         """Call it when its turn comes."""
         if len(self._waiting) >= MOST_WAITING:
             self._fail(what, "it is too slow, and what it was sent is dropped")
-        else:
-            self._submit(what, lambda: call(self._tracker.result()))
+            return
+        future = self._thread.submit(self._call, what, call)
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
 
     def flush(self) -> None:
         """Wait for what it was sent."""
@@ -392,23 +401,16 @@ class _Channel:
         self.flush()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, run: TrackedRun) -> Tracker:
+    def _start(self, run: TrackedRun) -> None:
         tracker = load_tracker(self.name)
         self.begun = tracker.start(run)
-        return tracker
+        self._tracker = tracker
 
-    def _submit(self, what: str, work: Callable[[], T]) -> Future[T]:
-        def guarded() -> T:
-            try:
-                return work()
-            except BaseException as error:  # The boundary of a tracker, which may raise anything, and exit.
-                self._fail(what, f"{type(error).__name__}: {error}")
-                raise
-
-        future = self._thread.submit(guarded)
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
-        return future
+    def _call(self, what: str, call: Callable[[Tracker], object]) -> None:
+        try:
+            call(self._tracker)
+        except BaseException as error:  # noqa: BLE001  The boundary of a tracker, which may raise anything, and exit.
+            self._fail(what, f"{type(error).__name__}: {error}")
 
     def _fail(self, what: str, why: str) -> None:
         self.failures += 1
@@ -431,7 +433,9 @@ class Tracking(RunCallback[NoState]):
         self.config, self.run_dir, step = run.config.tracking, run.directory, run.state.step
         check_installed(self.config)
         self._ended = False
-        known, settings = _read(self.run_dir / FILE), flat_settings(run.config)
+        known, settings = dict[str, str](), flat_settings(run.config)
+        with suppress(OSError, ValueError):
+            known |= orjson.loads((self.run_dir / FILE).read_bytes())
         self._channels: list[_Channel] = []
         for name in dict.fromkeys(self.config.trackers):
             tracked = TrackedRun(
@@ -507,8 +511,194 @@ class Tracking(RunCallback[NoState]):
             channel.send(what, call)
 
 
-def _read(path: Path) -> dict[str, str]:
+# -- reward curve ----------------------------------------------------------------------------------------------------
+
+# The reward curve of a run as a PNG. Needs matplotlib (the extra `train`) and no display.
+
+COLORS = {"greedy": "#c2410c", "sampled": "#0f766e"}
+TRAINING = "#2563eb"
+INK = "#334155"
+
+
+def draw_curve(metrics: Sequence[Mapping[str, Any]], gains: Mapping[str, Gain], path: Path) -> None:
+    """Write a PNG: training reward of each step with its running mean, validation, held-out reward before and after.
+
+    `metrics`: a record for each step with `step`, `reward`, and `validation_<mode>` if it was measured; a reward that
+    is absent, None or NaN leaves a gap. `gains`: by mode. Raises MissingExtraError without matplotlib.
+    """
     try:
-        return dict(orjson.loads(path.read_bytes()))
-    except (OSError, ValueError):
-        return {}
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("matplotlib", "train") from error
+    figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
+    axes: Any = figure.add_subplot()
+    steps, rewards = [float(record["step"]) for record in metrics], _series(metrics, "reward")
+    if not all(map(math.isnan, rewards)):
+        window = max(3, round(len(steps) / 10))
+        axes.plot(steps, rewards, ".-", color=TRAINING, alpha=0.3, label="training batch")
+        axes.plot(steps, running_mean(rewards, window), color=TRAINING, label=f"mean of {window} batches")
+    validated = [name.removeprefix(VALIDATION) for record in metrics for name in record if name.startswith(VALIDATION)]
+    for mode in dict.fromkeys([*gains, *validated]):
+        color, values = COLORS.get(mode, INK), _series(metrics, VALIDATION + mode)
+        known = [(step, value) for step, value in zip(steps, values, strict=True) if value == value]
+        if known:
+            axes.plot(*zip(*known, strict=True), "D:", color=color, label=f"validation, {mode}")
+        if (gain := gains.get(mode)) is not None:
+            for reward, style, when in ((gain.before, ":", "before"), (gain.after, "--", "after")):
+                label = f"held out, {mode}, {when}: {reward:.3f}"
+                axes.axhline(reward, color=color, linestyle=style, label=label, zorder=1)
+    held_out = [f"{mode} {gain.before:.2f} \N{RIGHTWARDS ARROW} {gain.after:.2f}" for mode, gain in gains.items()]
+    title = "Held-out reward: " + ",  ".join(held_out) if held_out else "Reward during training"
+    axes.set_title(title, loc="left", color=INK)
+    axes.set(xlabel="training step", ylabel="mean reward", xlim=(0, max([1.0, *steps]) * 1.02))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    low, high = axes.get_ylim()
+    if low >= -0.1 and high <= 1.1:
+        axes.set_ylim(-0.04, 1.04)
+    axes.grid(axis="y", alpha=0.4)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of the last `window` values up to each value, without gaps (NaN)."""
+    parts = ([each for each in values[max(0, end - window) : end] if each == each] for end in range(1, len(values) + 1))
+    return [sum(known) / len(known) if known else math.nan for known in parts]
+
+
+def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    values = [record.get(name) for record in metrics]
+    return [math.nan if value is None else value for value in values]
+
+
+# -- live curve ------------------------------------------------------------------------------------------------------
+
+# The reward curve of a run that is not over: drawn again every half minute, in a thread.
+
+CURVE_SECONDS = 30.0
+"""The least time between two drawings; drawing one takes less than one."""
+
+
+class Curve(RunCallback[NoState]):
+    """Draws the curve while the run goes on, and at its end. Without matplotlib it draws nothing in between; what fails
+    there is logged once."""
+
+    name = "curve"
+
+    def __init__(self, run: TrainingRun, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(run)
+        self._path, self._clock = run.directory / "curve.png", clock
+        self._works = find_spec("matplotlib") is not None
+        self._required = run.learner is not None or self._works
+        """Whether a run that ends without matplotlib is an error; else it has no curve."""
+        self._drawn = clock()
+        self._thread: threading.Thread | None = None
+
+    async def on_step_end(self, step: FinishedStep) -> None:
+        """Draw the steps so far, unless this was done a moment ago."""
+        now, busy = self._clock(), self._thread is not None and self._thread.is_alive()
+        if self._works and not busy and now - self._drawn >= CURVE_SECONDS:
+            self._drawn = now
+            self._thread = threading.Thread(target=self._draw, args=[self.run.run_dir.read_metrics()], daemon=True)
+            self._thread.start()
+
+    async def on_end(self, result: TrainingResult) -> TrainingResult:
+        await self.close()
+        if self._required:
+            gains = {mode: gain for mode, gain in result.held_out.items() if gain.tasks}
+            draw_curve(self.run.run_dir.read_metrics(), gains, self._path)
+        return replace(result, curve=self._path if self._path.exists() else None)
+
+    async def close(self) -> None:
+        """Wait for a drawing to end, and begin no other."""
+        self._works = False
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _draw(self, metrics: Sequence[Mapping[str, Any]]) -> None:
+        beside = self._path.with_name(f".{self._path.name}")
+        try:
+            draw_curve(metrics, {}, beside)
+            beside.replace(self._path)
+        except Exception as error:  # noqa: BLE001  A picture must not end a run.
+            self._works = False
+            logger.warning("%s is not drawn while the run goes on: %s: %s", self._path, type(error).__name__, error)
+
+
+# -- token ratios ----------------------------------------------------------------------------------------------------
+
+# How far each update moved the probability of the tokens it learned from, written for the token view of the dashboard.
+#
+# The ratio of new to old of a token is exp(log p under the weights after the update - log p when it was sampled). After
+# an update of one minibatch this is what the update has done; a loss that clips stops counting a token whose ratio
+# leaves the clip range in a later minibatch.
+#
+# A line of `ratios/step-000012.jsonl` is one call: `{"rollout": ..., "call": span_id, "log_ratios": [...]}`, a number
+# for each sampled token, rounded to four digits. A step that is repeated after a crash writes its lines once more: the
+# last one of a call counts.
+
+FOLDER = "ratios"
+DIGITS = 4
+CallRatios = dict[CallId, list[float]]
+"""Log-ratios of the sampled tokens of each call, by (rollout_id, span_id)."""
+
+
+def ratios_file(run_dir: Path, step: int) -> Path:
+    """Where the ratios of a step are."""
+    return run_dir / FOLDER / f"step-{step:06d}.jsonl"
+
+
+class TokenRatios(RunCallback[NoState]):
+    """Scores the tokens of each update once more, and writes their ratios (`run.token_ratios`)."""
+
+    name = "token_ratios"
+
+    async def on_update(self, samples: Sequence[TrainingSample]) -> Metrics:
+        """Returns what that cost. Raises PolicyError for a policy that cannot score tokens."""
+        began, run = time.monotonic(), self.run
+        found: CallRatios = {}
+        assert run.learner is not None
+        for adapter in dict.fromkeys(sample.adapter for sample in samples):
+            own = [sample for sample in samples if sample.adapter == adapter]
+            columns = await run.learner.score([sample.tree for sample in own], {"logprobs"}, adapter=adapter)
+            for sample, logprobs in zip(own, columns["logprobs"], strict=True):
+                # The nodes of a call stand in order: an update of the weights or a later prompt may have split it.
+                for node, new in zip(sample.tree.nodes, logprobs, strict=True):
+                    if node.sampled and node.call is not None and node.rollout_id is not None and node.logprobs:
+                        ratios = [round(float(now) - old, DIGITS) for now, old in zip(new, node.logprobs, strict=True)]
+                        found.setdefault((node.rollout_id, node.call), []).extend(ratios)
+        await asyncio.to_thread(write_ratios, run.directory, run.state.step + 1, found)
+        return {"ratio_seconds": time.monotonic() - began}
+
+
+def write_ratios(run_dir: Path, step: int, found: CallRatios) -> None:
+    """Add a line for each call."""
+    path = ratios_file(run_dir, step)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as file:
+        if file.tell():
+            file.write(b"\n")  # ends a line that a crash cut off
+        for (rollout, call), ratios in found.items():
+            file.write(orjson.dumps({"rollout": rollout, "call": call, "log_ratios": ratios}) + b"\n")
+
+
+def read_ratios(run_dir: Path, step: int, rollout_ids: Collection[str]) -> CallRatios:
+    """Those of some rollouts in a step; empty where none were recorded."""
+    found: CallRatios = {}
+    needles = [orjson.dumps({"rollout": each})[:-1] + b"," for each in rollout_ids]
+    try:
+        with ratios_file(run_dir, step).open("rb") as file:
+            lines = [line for line in file if any(line.startswith(each) for each in needles)]
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            each: Any = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue  # a line that a crash cut off
+        found[each["rollout"], each["call"]] = each["log_ratios"]
+    return found

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from agentlightning.assemble import calls
 from agentlightning.errors import AgentLightningError
-from agentlightning.rollouts import Attempt, Rollout, RolloutStatus
+from agentlightning.rollouts import Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.sources.collector import cause_of_failure, text_of
 from agentlightning.util.progress import Progress, RolloutCounts
@@ -65,8 +65,10 @@ class _Watch(Struct):
         waiting, succeeded = await self._count("queuing", "requeuing"), await self._count("succeeded")
         failed = await self._count("failed")
         if failed != self.failed:
-            self.failed, newest = failed, await self._newest("failed")
-            self.cause = newest and cause_of_failure(newest)[:MOST_TEXT]
+            self.failed = failed
+            newest = await self.store.query_rollouts(status_in=["failed"], **self.own, newest_first=True, limit=1)
+            attempt = await self.store.get_latest_attempt(newest[0].rollout_id) if newest else None
+            self.cause = attempt and cause_of_failure(attempt)[:MOST_TEXT]
         retried = 0
         if not self.own:
             counts = await self.store.statistics()
@@ -78,11 +80,6 @@ class _Watch(Struct):
 
     async def _count(self, *status: RolloutStatus) -> int:
         return await self.store.count_rollouts(status_in=status, **self.own)
-
-    async def _newest(self, status: RolloutStatus) -> Attempt | None:
-        """The last attempt of the newest rollout that has ended so."""
-        found = await self.store.query_rollouts(status_in=[status], **self.own, newest_first=True, limit=1)
-        return await self.store.get_latest_attempt(found[0].rollout_id) if found else None
 
     async def _name_hanging(self, running: list[str]) -> None:
         attempts = await self.store.get_latest_attempts(running) if running else []

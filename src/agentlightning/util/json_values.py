@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import msgspec
 import orjson
@@ -23,6 +23,14 @@ def loads(data: bytes | bytearray | memoryview | str) -> Any:
         return orjson.loads(data)
 
 
+def is_table(value: object) -> TypeGuard[Json]:
+    return isinstance(value, dict)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
 def recorded_objects(value: object) -> list[Json]:
     """The objects of a recorded list, JSON text (with the NaN and the lone surrogates that the standard library
     accepts) or a list; empty for anything else."""
@@ -34,8 +42,7 @@ def recorded_objects(value: object) -> list[Json]:
                 value = json.loads(value)
             except ValueError:
                 return []
-    items = cast("list[Any]", value) if isinstance(value, list) else []
-    return [cast(Json, each) for each in items if isinstance(each, dict)]
+    return [each for each in value if is_table(each)] if is_list(value) else []
 
 
 def dumps(value: Any, default: Callable[[Any], Any] | None = None, option: int | None = None) -> bytes:
@@ -62,9 +69,9 @@ def as_text(value: Any) -> str:
 def _map_large(value: Any, write: Callable[[int], Any]) -> Any:
     if type(value) is int and not -(2**63) <= value < 2**64:
         return write(value)
-    if isinstance(value, dict):
-        return {name: _map_large(each, write) for name, each in cast("dict[Any, Any]", value).items()}
-    return [_map_large(each, write) for each in cast("list[Any]", value)] if isinstance(value, list | tuple) else value
+    if is_table(value):
+        return {name: _map_large(each, write) for name, each in value.items()}
+    return [_map_large(each, write) for each in value] if is_list(value) or isinstance(value, tuple) else value
 
 
 # -- between processes -------------------------------------------------------------------------------------------------

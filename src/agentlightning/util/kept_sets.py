@@ -47,16 +47,12 @@ class KeptSets:
 
     @classmethod
     def of(cls, sets: Iterable[Iterable[int]]) -> KeptSets:
-        import numpy as np
-
-        return cls.joined([np.array([*each], _INT).tobytes() for each in sets])
+        return cls.joined([_int32([*each]) for each in sets])
 
     @classmethod
     def joined(cls, sets: list[bytes]) -> KeptSets:
         """From the ids of each set, int32."""
-        import numpy as np
-
-        return cls(np.array([len(each) // 4 for each in sets], _INT).tobytes(), b"".join(sets))
+        return cls(_int32([len(each) // 4 for each in sets]), b"".join(sets))
 
     def __len__(self) -> int:
         return len(self.sizes) // 4
@@ -67,14 +63,10 @@ class KeptSets:
         return KeptSets(self.sizes[4 * start : 4 * stop], self.ids[4 * ends[start] : 4 * ends[stop]])
 
     def size_array(self) -> Ids:
-        import numpy as np
-
-        return np.frombuffer(self.sizes, _INT).astype(np.int64)
+        return _int64(self.sizes)
 
     def id_array(self) -> Ids:
-        import numpy as np
-
-        return np.frombuffer(self.ids, _INT).astype(np.int64)
+        return _int64(self.ids)
 
     def lists(self) -> list[list[int]]:
         ids, ends = self.id_array().tolist(), self.size_array().cumsum().tolist()
@@ -84,15 +76,24 @@ class KeptSets:
 
     def to_text(self) -> str:
         """For an attribute of a span: with sets of a hundred tokens, about 2 bytes for each id."""
-        import numpy as np
-
-        return ragged_to_text(self.sizes, (4, np.diff(self.id_array(), prepend=0).astype(_INT).tobytes()))
+        ids = self.id_array()
+        ids[1:] -= ids[:-1].copy()
+        return ragged_to_text(self.sizes, (4, _int32(ids)))
 
     @classmethod
     def from_text(cls, text: str, tokens: int) -> KeptSets:
         """The sets of an answer of so many tokens. Raises ValueError for what `to_text` did not write."""
-        import numpy as np
-
         sizes, differences = ragged_from_text(text, tokens, MAX_SET, 4)
-        ids = np.frombuffer(differences, _INT).astype(np.int64).cumsum()
-        return cls(sizes, ids.astype(_INT).tobytes())
+        return cls(sizes, _int32(_int64(differences).cumsum()))
+
+
+def _int32(values: Any) -> bytes:
+    import numpy as np
+
+    return np.array(values, _INT).tobytes()
+
+
+def _int64(data: bytes) -> Ids:
+    import numpy as np
+
+    return np.frombuffer(data, _INT).astype(np.int64)

@@ -6,8 +6,8 @@ A `Registry` holds the parts of one kind. Whatever it holds is named in the same
     module:Class      a class (for a reward: a function) in any module that can be imported
     path/file.py:Class    the same in a file
 
-The kinds that have a registry are `losses`, `credit_rules`, `algorithms`, `rewards`, `trackers`, `hooks`, `datasets`,
-`engines` and `backends`; docs/guides/extend.md shows each. Four more are found by their entry points alone:
+The kinds that have a registry are `losses`, `credit_rules`, `algorithms`, `rewards`, `air_rules`, `trackers`, `hooks`,
+`datasets`, `engines` and `backends`; docs/guides/extend.md shows each. Four more are found by their entry points alone:
 
     agents          a kind of agent: `kubernetes`, for `JobTemplate` and `agl runner --job`
     publishers      a class that publishes each version of the weights of a run: `policy.weights`

@@ -11,7 +11,7 @@ _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066
 
 def printable(text: str) -> str:
     r"""The text with each control character as an escape sequence, such as `\x1b` or `\n`."""
-    return _CONTROL.sub(lambda found: _escape_sequence(found[0]), text)
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def printable_lines(text: str) -> str:
@@ -26,7 +26,3 @@ def shown_url(url: str) -> str:
     'https://host:8000/score'
     """
     return re.sub(r"(?<=//)[^/?#]*@", "", url).partition("?")[0]
-
-
-def _escape_sequence(character: str) -> str:
-    return character.encode("unicode_escape").decode()

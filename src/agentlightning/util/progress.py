@@ -8,22 +8,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from rich.console import Console, RenderableType
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as RichProgress
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from agentlightning.util.printable import printable
@@ -37,7 +29,7 @@ ESTIMATE_SHARE = 0.01
 REFRESHES = 5
 """Of a display on a terminal, a second."""
 WIDE = 110
-"""Columns of a terminal from which on a bar is shown."""
+"""Columns of a terminal from which on a bar and the time are shown."""
 
 BLOCKS: Final = "▁▂▃▄▅▆▇█"
 Metric = float | str
@@ -74,6 +66,7 @@ class _Phase:
     shown_at: float
     shown_done: int
     metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
+    ended: float | None = None
 
     def left(self, now: float) -> float | None:
         """The estimated seconds to go; None while they are not known."""
@@ -81,34 +74,13 @@ class _Phase:
             return None
         return (now - self.started) / (self.done - self.first) * max(0, self.total - self.done)
 
-    def line(self, now: float) -> str:
+    def texts(self, now: float) -> tuple[str, str, str, str]:
+        """How much is done, the metrics, the time, and that left."""
         count = f"{self.done or ''}" if self.total is None else f"{self.done}/{self.total}"
-        left = None if self.done == self.total else self.left(now)
-        times = [f"{duration(now - self.started)} elapsed", "" if left is None else f"{duration(left)} left"]
-        return f"{self.name}: {'  '.join(filter(None, [count, *_format_all(self.metrics), *times]))}"
-
-
-class Bars(RichProgress):
-    """The live display: a line for each phase, with a bar if the terminal is wide enough, and what stands below."""
-
-    def __init__(self, console: Console, job: Progress) -> None:
-        self._job = job
-        columns: list[ProgressColumn] = [
-            TextColumn("{task.description}"),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}", style="cyan"),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
-        ]
-        if console.width >= WIDE:
-            columns[1:1] = [BarColumn(bar_width=20)]
-            columns[-2:-2] = [TimeElapsedColumn()]
-        super().__init__(*columns, console=console, refresh_per_second=REFRESHES)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        self._job.redraw()
-        yield from super().get_renderables()
-        yield from self._job.below()
+        left = None if self.done == self.total or self.ended else self.left(now)
+        metrics = "  ".join(_format(name, value) for name, value in self.metrics.items())
+        elapsed = f"{duration((self.ended or now) - self.started)} elapsed"
+        return count, metrics, elapsed, "" if left is None else f"{duration(left)} left"
 
 
 class Progress:
@@ -135,8 +107,9 @@ class Progress:
         self._lock = threading.RLock()
         self._depth = 0
         self._phase: _Phase | None = None
-        self._bars: Bars | None = None
-        self._bar: TaskID | None = None
+        self._phases: list[_Phase] = []
+        """Those that a display shows."""
+        self._live: Live | None = None
         self._ended = threading.Event()
         self._lines = dict.fromkeys(("reward", "validation", "rollouts", "warnings"), "")
         """What stands below the phases, on a terminal."""
@@ -147,8 +120,9 @@ class Progress:
         with self._lock:
             self._depth += 1
             if self._depth == 1 and self.enabled and self._console.is_interactive:
-                self._bars = Bars(self._console, self)
-                self._bars.start()
+                self._phases.clear()
+                self._live = Live(console=self._console, refresh_per_second=REFRESHES, get_renderable=self._render)
+                self._live.start()
             elif self._depth == 1 and self.enabled:
                 self._ended = threading.Event()
                 threading.Thread(target=self._print_periodically, args=[self._ended], daemon=True).start()
@@ -160,20 +134,19 @@ class Progress:
             if self._depth == 0:
                 self._ended.set()
                 self._finish_phase()
-                if self._bars is not None:
-                    self._bars.stop()
-                    self._bars = None
+                if self._live is not None:
+                    self._live.stop()
+                    self._live = None
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
         """Begin the next phase, with `total` items of which `done` are already done."""
         with self._lock:
             self._finish_phase()
             now = self._clock()
-            if self._bars is not None:
-                self._bar = self._bars.add_task(escape(name), total=total, completed=done, metrics="")
-            elif self.enabled:
+            if self._live is None and self.enabled:
                 self._print(f"{name} ..." if total is None else f"{name}: {total} to do")
             self._phase = _Phase(name, total, now, first=done, done=done, shown_at=now, shown_done=-1)
+            self._phases.append(self._phase)
 
     def update(self, done: int, **metrics: Metric) -> None:
         """Report how many items are done, and the current metrics: `reward=0.3`, `tokens_per_second=3570`."""
@@ -183,21 +156,22 @@ class Progress:
         with self._lock:
             phase.done = done
             phase.metrics = {**phase.metrics, **metrics}
-            if self._bars is None and (now := self._clock()) - phase.shown_at >= LINE_SECONDS:
+            if self._live is None and (now := self._clock()) - phase.shown_at >= LINE_SECONDS:
                 self._show(phase, now)
 
-    def redraw(self) -> None:
-        """Bring the bar of the phase up to date. Is called without the lock by the display, as `below` is."""
-        phase = self._phase
-        if phase is not None and self._bars is not None and self._bar is not None:
-            self._bars.update(self._bar, completed=phase.done, metrics=escape("  ".join(_format_all(phase.metrics))))
-
-    def below(self) -> Iterable[RenderableType]:
-        """What a display shows below the phases. A note holds the lock while it waits for the display, which calls
-        this: it is called without."""
+    def _render(self) -> Group:
+        """What a display shows: a row for each phase, and what stands below. A note holds the lock while it waits for
+        the display, which calls this: it is called without."""
+        now, wide, rows = self._clock(), self._console.width >= WIDE, Table.grid(padding=(0, 1))
+        for phase in [*self._phases]:
+            count, metrics, elapsed, left = phase.texts(now)
+            bar, time_spent = ([ProgressBar(phase.total, phase.done, 20)], [elapsed]) if wide else ([], [])
+            rows.add_row(Text(phase.name), *bar, count, Text(metrics, "cyan"), *time_spent, left)
+        below: list[Text] = []
         for name, value in [each for each in self._lines.items() if each[1]]:
             line = Text(f"{name:<11} ", style="dim", no_wrap=True, overflow="ellipsis")
-            yield line.append(printable(value), style="yellow" if name == "warnings" else "none")
+            below.append(line.append(printable(value), style="yellow" if name == "warnings" else "none"))
+        return Group(rows, *below)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Show the rewards up to a finished step, and the last validation, on a terminal."""
@@ -235,35 +209,29 @@ class Progress:
 
     def _show(self, phase: _Phase, now: float) -> None:
         phase.shown_at, phase.shown_done = now, phase.done
-        self._print(phase.line(now))
+        self._print(f"{phase.name}: {'  '.join(filter(None, phase.texts(now)))}")
 
     def _finish_phase(self) -> None:
-        self.redraw()
         phase, self._phase = self._phase, None
         if phase is None or not self.enabled:
             return
-        if self._bars is not None and self._bar is not None:
-            self._bars.stop_task(self._bar)
-        elif phase.done not in (phase.shown_done, phase.first):
-            self._show(phase, self._clock())
+        phase.ended = self._clock()
+        if self._live is None and phase.done not in (phase.shown_done, phase.first):
+            self._show(phase, phase.ended)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _format_all(metrics: dict[str, Metric]) -> list[str]:
-    return [_format(name, value) for name, value in metrics.items()]
-
-
 def _format(name: str, value: Metric) -> str:
     words = name.replace("_", " ")
+    unit = words.removesuffix(" per second")
     if isinstance(value, str):
         return f"{words} {value}"
     if math.isnan(value):
-        return f"{words.removesuffix(' per second')} -"
-    if words.endswith(" per second"):
-        digits = 0 if abs(value) >= 10 else 1
-        return f"{value:,.{digits}f} {words.removesuffix(' per second')}/s"
+        return f"{unit} -"
+    if unit != words:
+        return f"{value:,.{0 if abs(value) >= 10 else 1}f} {unit}/s"
     return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value:.3f}"
 
 

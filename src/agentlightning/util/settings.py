@@ -20,6 +20,7 @@ from datetime import date, time
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import pairwise
+from operator import eq
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin
@@ -29,10 +30,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, core_schema, to_jsonable_python
 
 from agentlightning.errors import ConfigError
+from agentlightning.util.json_values import is_list, is_table
 from agentlightning.util.plugins import Registry, reference_to
 
 M = TypeVar("M", bound=BaseModel)
 Table = dict[str, Any]
+Source = tuple[str, Table]
+"""Where settings are from, in words, and what it sets."""
 
 NONE = "none"
 _SECRET = re.compile(r"(^|_)(key|token|secret|password)$|^(headers|proxy)$", re.IGNORECASE)
@@ -86,7 +90,7 @@ class Chosen:
                 name = reference_to(self.registry.check(type(value)))
         else:
             given = self.registry.canonical(value)
-            table = dict(cast(Table, given)) if isinstance(given, Mapping) else {"type": given}
+            table = _as_table(given)
             name = table.pop("type", None)
             model = _settings_class(self.registry.find(name))
             _read_none(table, dict(_known(model)))
@@ -113,6 +117,10 @@ def _settings_class(part: Any) -> type[BaseModel]:
     return getattr(part, "config_class", part)
 
 
+def _as_table(setting: Any) -> Table:
+    return dict(cast(Table, setting)) if isinstance(setting, Mapping) else {"type": setting}
+
+
 def _dump(value: BaseModel, info: Any) -> Any:
     return value.model_dump(mode=info.mode)
 
@@ -127,7 +135,7 @@ def chosen(setting: Any, registry: Registry) -> Any:
     try:
         return Chosen(registry).read(setting)
     except ValidationError as error:
-        table: Table = dict(cast(Table, setting)) if isinstance(setting, Mapping) else {"type": setting}
+        table = _as_table(setting)
         known = [name for name, _ in _known(_settings_class(registry.find(table["type"])))]
         lines = _explain(error.errors(), table, [], known)
         raise ConfigError(f'{registry.noun} "{table["type"]}" cannot be used: {"; ".join(lines)}') from error
@@ -153,11 +161,11 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     ConfigError with a line for each setting that is unknown (with the nearest known one, if one is like it) or has an
     invalid value.
     """
-    sources = [] if toml is None else [_Source(f"from {toml}", _read_file(toml))]
-    sources += [_Source(f"from the override {_named(text)}", _read_override(text)) for text in overrides]
+    sources = [] if toml is None else [(f"from {toml}", _read_file(toml))]
+    sources += [(f"from the override {_named(text)}", _read_override(text)) for text in overrides]
     table: Table = {}
-    for source in sources:
-        _merge(table, deepcopy(source.table))
+    for _, own in sources:
+        _merge(table, deepcopy(own))
     _read_none(table, dict(_known(model)))
     _fill(table, _defaults(model))
     return _validated(model, table, sources)
@@ -167,7 +175,7 @@ def _defaults(model: type[BaseModel]) -> Table:
     return {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
 
 
-def _validated(model: type[M], table: Table, sources: Sequence[_Source]) -> M:
+def _validated(model: type[M], table: Table, sources: Sequence[Source]) -> M:
     try:
         return model.model_validate(table, extra="forbid")
     except ValidationError as error:
@@ -206,7 +214,7 @@ def settings_from(
     """
     table = _expanded(model, dict(values))
     _fill(table, _defaults(model) if base is None else dict(base))
-    made = _validated(model, table if base is None else {**dict(base), **table}, [_Source(source, dict(values))])
+    made = _validated(model, table if base is None else {**dict(base), **table}, [(source, dict(values))])
     if base is None:
         return made
     changed = {name: value for name, value in made if name in table or value != getattr(base, name)}
@@ -224,12 +232,6 @@ def _named(override: str) -> str:
     return f"{name}=..." if is_secret(name.strip()) or "{" in value else override
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    name: str
-    table: Table
-
-
 def _read_file(path: Path) -> Table:
     kind, read = ("JSON", json.loads) if path.suffix.lower() == ".json" else ("TOML", tomllib.loads)
     try:
@@ -239,9 +241,9 @@ def _read_file(path: Path) -> Table:
         raise ConfigError(f"{found} settings file {str(path)!r}; give the path of a TOML file") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not {kind}: {error}") from error
-    if not isinstance(table, dict):
+    if not is_table(table):
         raise ConfigError(f"{path} holds a JSON {type(table).__name__}; it must hold an object")
-    return cast(Table, table)
+    return table
 
 
 def _read_override(text: str) -> Table:
@@ -273,25 +275,25 @@ def _read_value(text: str) -> Any:
 def _merge(into: Any, table: Table, name: str = "") -> None:
     """Set what the table sets: keys of a table, and items of a list by their place, as in `stages.1.steps=50`."""
     for key, value in table.items():
-        if isinstance(into, list) and int(key) >= len(cast(list[Any], into)):
+        if is_list(into) and int(key) >= len(into):
             raise ConfigError(f"there is no {name}.{key}: {name} has {len(into)} items, counted from 0")
-        place: Any = int(key) if isinstance(into, list) else key
-        inner = into[place] if isinstance(into, list) else into.get(key)
-        is_place = isinstance(inner, list) and isinstance(value, dict) and all(map(str.isdecimal, cast(Table, value)))
-        if isinstance(value, dict) and (is_place or isinstance(inner, dict)):
-            _merge(inner, cast(Table, value), key)
+        place: Any = int(key) if is_list(into) else key
+        inner = into.get(key) if is_table(into) else into[place]
+        is_place = is_list(inner) and is_table(value) and all(map(str.isdecimal, value))
+        if is_table(value) and (is_place or is_table(inner)):
+            _merge(inner, value, key)
         else:
             into[place] = value
 
 
 def _read_none(table: Table, known: Mapping[str, FieldInfo], prefix: str = "") -> None:
     for key, value in table.items():
-        if isinstance(value, dict):
-            _read_none(cast(Table, value), known, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            for item in cast(list[Any], value):
-                if isinstance(item, dict):
-                    _read_none(cast(Table, item), known, f"{prefix}{key}.{_ITEM}.")
+        if is_table(value):
+            _read_none(value, known, f"{prefix}{key}.")
+        elif is_list(value):
+            for item in value:
+                if is_table(item):
+                    _read_none(item, known, f"{prefix}{key}.{_ITEM}.")
         elif value == NONE and (field := known.get(prefix + key)) is not None and _optional(field.annotation):
             table[key] = None
 
@@ -300,8 +302,8 @@ def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
     """Complete partial sections from the defaults: pydantic would use those of the class, not of the section."""
     for name, default in defaults.items():
         given = table.get(name)
-        if isinstance(given, dict) and isinstance(default, BaseModel):
-            section, inner = _expanded(type(default), cast(Table, given)), dict(default)
+        if is_table(given) and isinstance(default, BaseModel):
+            section, inner = _expanded(type(default), given), dict(default)
             if section.get("type", inner.get("type")) == inner.get("type"):
                 _fill(section, inner)
                 table[name] = {**inner, **section}
@@ -324,7 +326,7 @@ def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()
         for member in _members(Annotated[field.annotation, None, *field.metadata]):
             items = _members(get_args(member)[0]) if get_origin(member) in (tuple, list) else ()
             for part, start in ((member, f"{full}."), *((item, f"{full}.{_ITEM}.") for item in items)):
-                if isinstance(part, type) and get_origin(part) is None and issubclass(part, BaseModel):
+                if isinstance(part, type) and issubclass(part, BaseModel):
                     yield from _known(part, start, (*outer, model)) if part not in (*outer, model) else ()
 
 
@@ -349,7 +351,7 @@ def _optional(annotation: Any) -> bool:
 
 
 def _explain(
-    errors: Sequence[ErrorDetails], table: Table, sources: Sequence[_Source], known: Sequence[str]
+    errors: Sequence[ErrorDetails], table: Table, sources: Sequence[Source], known: Sequence[str]
 ) -> list[str]:
     """One line for each setting. The errors of the members of a union are joined."""
     lines: dict[str, str] = {}
@@ -377,10 +379,10 @@ def _path(error: ErrorDetails, table: Table) -> list[str]:
     path: list[str] = []
     value: Any = table
     for number, part in enumerate(error["loc"], 1):
-        if isinstance(value, dict) and part in value:
-            value = cast(Table, value)[str(part)]
-        elif isinstance(value, list) and isinstance(part, int):
-            value = cast(list[Any], value)[part]
+        if is_table(value) and part in value:
+            value = value[str(part)]
+        elif is_list(value) and isinstance(part, int):
+            value = value[part]
         elif not (error["type"] == "missing" and number == len(error["loc"])):
             continue
         path.append(str(part))
@@ -388,14 +390,14 @@ def _path(error: ErrorDetails, table: Table) -> list[str]:
 
 
 def _leaves(path: list[str], value: Any) -> Iterator[list[str]]:
-    if not isinstance(value, dict) or not value:
+    if not is_table(value) or not value:
         yield path
         return
-    for key, inner in cast(Table, value).items():
+    for key, inner in value.items():
         yield from _leaves([*path, key], inner)
 
 
-def _unknown(path: Sequence[str], sources: Sequence[_Source], known: Sequence[str]) -> str:
+def _unknown(path: Sequence[str], sources: Sequence[Source], known: Sequence[str]) -> str:
     name, numbers = ".".join(path), [part for part in path if part.isdecimal()]
     shape = ".".join(_ITEM if part.isdecimal() else part for part in path)
     if shape in known:
@@ -454,19 +456,13 @@ SYNONYMS = {
 def _synonym(name: str, known: Sequence[str]) -> str | None:
     """The setting that has this name in another trainer; settings of the algorithm come first."""
     section, _, last = name.rpartition(".")
-    for ending in SYNONYMS.get(last.lower(), ()):
-        found = [other for other in known if other == ending or other.endswith(f".{ending}")]
-        if found:
-            return min(
-                found,
-                key=lambda other: (
-                    not other.startswith(section),
-                    not other.startswith("algorithm"),
-                    other.count("."),
-                    other,
-                ),
-            )
-    return None
+
+    def distance(other: str) -> tuple[bool, bool, int, str]:
+        return not other.startswith(section), not other.startswith("algorithm"), other.count("."), other
+
+    endings = SYNONYMS.get(last.lower(), ())
+    found = [[other for other in known if f".{other}".endswith(f".{ending}")] for ending in endings]
+    return min(next(filter(None, found), ()), key=distance, default=None)
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
@@ -489,12 +485,14 @@ ALIKE = 0.7
 """The least similarity of a name to one that may be meant: "dir" and "editor" have 0.67."""
 
 
-def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[_Source]) -> str:
+def _subject(path: Sequence[str], error: ErrorDetails, sources: Sequence[Source]) -> str:
     if not path:
-        return f"what comes {', '.join(source.name for source in sources)} " if sources else ""
+        return f"what comes {', '.join(name for name, _ in sources)} " if sources else ""
     if error["type"] == "missing":
         return f"{'.'.join(path)} "
-    shown = f" = {_shown(error['input'])}" if _may_be_shown(path, error["input"]) else ""
+    value, shown = error["input"], ""
+    if _may_be_shown(path, value):
+        shown = f" = {NONE if value is None else json.dumps(value, ensure_ascii=False, default=str)}"
     return f"{'.'.join(path)}{shown}{_origin(path, sources)} "
 
 
@@ -502,43 +500,33 @@ def _may_be_shown(path: Sequence[str], value: Any) -> bool:
     """Whether a message may show the value: no tables, as their settings are named, and no secrets."""
     if isinstance(value, dict | BaseModel):
         return False
-    items = cast(list[Any], value) if isinstance(value, list) else []
+    items = value if is_list(value) else []
     return not any(map(is_secret, path)) and all(_may_be_shown((), inner) for inner in items)
 
 
-def _shown(value: Any) -> str:
-    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+COMPLAINTS = {
+    "missing": "is required; set it",
+    "union_tag_invalid": "has no type {tag!r}; it should be {expected_tags}",
+    "union_tag_not_found": "does not say which one it is; set its {discriminator}",
+    **dict.fromkeys(("value_error", "assertion_error"), "cannot work: {error}"),
+}
+"""By the type of pydantic's error."""
 
 
 def _complaint(error: ErrorDetails) -> str:
-    context: Mapping[str, Any] = error.get("ctx", {})
-    match error["type"]:
-        case "missing":
-            return "is required; set it"
-        case "union_tag_invalid":
-            return f"has no type {context['tag']!r}; it should be {context['expected_tags']}"
-        case "union_tag_not_found":
-            return f"does not say which one it is; set its {context['discriminator']}"
-        case "value_error" | "assertion_error":
-            return f"cannot work: {context['error']}"
-        case _:
-            return error["msg"].replace("Input should", "should", 1)
+    own = COMPLAINTS.get(error["type"])
+    return own.format(**error.get("ctx", {})) if own else error["msg"].replace("Input should", "should", 1)
 
 
-def _origin(path: Sequence[str], sources: Sequence[_Source]) -> str:
+def _origin(path: Sequence[str], sources: Sequence[Source]) -> str:
     """The last source that sets the setting, in brackets; empty where no sources are known."""
-    found = next((source.name for source in reversed(sources) if _sets(source.table, path)), "the default")
+    found = next((name for name, table in reversed(sources) if _sets(table, path)), "the default")
     return f" ({found})" if sources else ""
 
 
-def _sets(value: Any, path: Sequence[str]) -> bool:
-    for part in path:
-        if not isinstance(value, dict):
-            return True
-        if part not in value:
-            return False
-        value = cast(Table, value)[part]
-    return True
+def _sets(table: Table, path: Sequence[str]) -> bool:
+    """Whether a table sets a setting, or one that holds it."""
+    return any(all(map(eq, leaf, path)) for leaf in _leaves([], table) if leaf)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -546,44 +534,41 @@ def _sets(value: Any, path: Sequence[str]) -> bool:
 
 def dump_toml(settings: BaseModel) -> str:
     """All settings, including defaults, as TOML that `load_settings` reads back, each with its description."""
-    return "\n".join(_lines(settings, settings.model_dump(), "")).strip("\n") + "\n"
+    return "\n".join(_lines(settings, "")).strip("\n") + "\n"
 
 
-def _lines(settings: BaseModel, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    fields = type(settings).model_fields
-    sections = {name: getattr(settings, name) for name in fields if isinstance(getattr(settings, name), BaseModel)}
-    texts = field_texts(type(settings))
-    for name in fields:
-        if name not in sections:
+def _lines(settings: BaseModel, prefix: str) -> Iterator[str]:
+    texts, sections = field_texts(type(settings)), dict[str, BaseModel]()
+    for name, value in _fields(settings).items():
+        if isinstance(value, BaseModel):
+            sections[name] = value
+        else:
             yield from _comment(texts, name)
-            yield f"{name} = {_value(_plain(getattr(settings, name), values[name]), prefix + name)}"
+            yield f"{name} = {_value(value, prefix + name)}"
     for name, section in sections.items():
         yield ""
         yield from _comment(texts, name)
         yield f"[{prefix}{name}]"
-        yield from _lines(section, values[name], f"{prefix}{name}.")
+        yield from _lines(section, f"{prefix}{name}.")
 
 
-def _plain(value: Any, dumped: Any) -> Any:
-    """The value as TOML can hold it; models in a list or table without fields that have their default."""
-    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-        models = cast(tuple[BaseModel, ...], value)
-        return [_set_fields(model) for model in models]
-    if isinstance(value, dict) and any(isinstance(item, BaseModel) for item in cast(Table, value).values()):
-        table = cast(dict[str, Any], value)
-        return {key: _set_fields(item) if isinstance(item, BaseModel) else item for key, item in table.items()}
-    return NONE if dumped is None else dumped
+def _fields(model: BaseModel) -> Table:
+    """The settings as files have them, but for models, which stay, also in a list or a table."""
+    dumped, parts = model.model_dump(), (BaseModel, tuple, dict)
+    return {
+        name: NONE if value is None else value if isinstance(value, parts) else dumped[name] for name, value in model
+    }
 
 
 def _set_fields(model: BaseModel) -> dict[str, Any]:
     """The settings that are not at their default, and `type`, which says whose settings they are. With a preset, all of
     them: it fills in what is not there."""
-    whole, found = getattr(model, "preset", None) is not None, dict[str, Any]()
-    for name, dumped in model.model_dump().items():
-        value, field = getattr(model, name), type(model).model_fields[name]
-        if whole or name == "type" or value != field.get_default(call_default_factory=True):
-            found[name] = _set_fields(value) if isinstance(value, BaseModel) else _plain(value, dumped)
-    return found
+    whole, fields = getattr(model, "preset", None) is not None, type(model).model_fields
+    return {
+        name: value
+        for name, value in _fields(model).items()
+        if whole or name == "type" or getattr(model, name) != fields[name].get_default(call_default_factory=True)
+    }
 
 
 def _comment(texts: Mapping[str, str], name: str) -> Iterator[str]:
@@ -600,24 +585,25 @@ def field_texts(kind: type) -> dict[str, str]:
         with suppress(OSError, TypeError):
             [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
             for field, text in pairwise(cast(ast.ClassDef, tree).body):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(text, ast.Expr)
-                    and isinstance(text.value, ast.Constant)
-                ):
-                    found[ast.unparse(field.target)] = inspect.cleandoc(str(text.value.value))
+                match field, text:
+                    case ast.AnnAssign(target=target), ast.Expr(value=ast.Constant(value=str(own))):
+                        found[ast.unparse(target)] = inspect.cleandoc(own)
+                    case _:
+                        pass
     return found
 
 
 def _value(value: Any, name: str) -> str:
     import tomlkit
 
-    if isinstance(value, dict):
-        items = cast(Table, value).items()
+    if isinstance(value, BaseModel):
+        value = _set_fields(value)
+    if is_table(value):
+        items = value.items()
         inner = ", ".join(f"{tomlkit.key(key).as_string()} = {_value(item, name)}" for key, item in items)
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_value(item, name) for item in cast(list[Any], value))}]"
+        return f"[{', '.join(_value(item, name) for item in value)}]"
     if value is None:
         raise ConfigError(f"{name} holds a None inside, which TOML cannot represent; leave that key out")
     return tomlkit.item(to_jsonable_python(value)).as_string()

@@ -485,7 +485,10 @@ def select_transport(requested: str, device: str, devices: Sequence[str]) -> str
         return requested
     if not device.startswith("cuda") or not devices:
         return DISK
-    own, theirs = _visible_name(device), [[name.strip() for name in each.split(",")] for each in devices]
+    index = int(device.partition(":")[2] or 0)
+    visible = [name.strip() for name in os.environ.get(VISIBLE_DEVICES, "").split(",") if name.strip()]
+    own = visible[index] if index < len(visible) else str(index)
+    theirs = [[name.strip() for name in each.split(",")] for each in devices]
     if all(each == [own] for each in theirs):
         transport = "ipc"
     elif any(own in each for each in theirs):  # NCCL accepts each GPU once.
@@ -497,10 +500,3 @@ def select_transport(requested: str, device: str, devices: Sequence[str]) -> str
     except ConfigError:
         return DISK
     return transport
-
-
-def _visible_name(device: str) -> str:
-    """The trainer's device as CUDA_VISIBLE_DEVICES names it."""
-    index = int(device.partition(":")[2] or 0)
-    visible = [name.strip() for name in os.environ.get(VISIBLE_DEVICES, "").split(",") if name.strip()]
-    return visible[index] if index < len(visible) else str(index)

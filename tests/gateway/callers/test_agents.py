@@ -9,7 +9,6 @@ from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.callers import read_baggage
 from agentlightning.gateway.config import AgentRule, GatewayConfig
-from agentlightning.gateway.local import LocalSettings
 from agentlightning.gateway.routing import AgentMatcher
 from agentlightning.testing import ScriptedEngine
 
@@ -199,7 +198,7 @@ async def test_a_model_name_means_what_the_models_of_the_moment_make_of_it(serve
         return reply.status_code, span.get(names.RESPONSE_MODEL), span.get(names.AGENT_NAME)
 
     before = await call()
-    gateway.add_policy(model, ScriptedEngine(["joined"] * 2, model=model), LocalSettings())
+    gateway.add_policy(model, ScriptedEngine(["joined"] * 2, model=model), GatewayConfig())
     for _ in range(2):
         assert await call() == (200, model, agent)
     gateway.remove_policy(model)

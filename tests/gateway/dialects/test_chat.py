@@ -1,19 +1,18 @@
 """Chat completions on the wire: what is read, what is refused, what is ignored."""
 
-import json
-
 import pytest
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.dialects.base import apply_resource_params
+from agentlightning.gateway.dialects.base import apply_resource_params, read_json
 from agentlightning.gateway.dialects.chat import read_request
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 
 USER = {"role": "user", "content": "hi"}
 
 
 def read(**fields):
-    return read_request(json.dumps({"model": "m", "messages": [USER]} | fields).encode())
+    return read_request({"model": "m", "messages": [USER]} | fields, ResponseLookup())
 
 
 REFUSED = {
@@ -57,7 +56,7 @@ def test_what_would_change_the_sample_and_cannot_be_honoured_is_refused_by_name(
 )
 def test_a_body_that_is_no_request_is_refused(body):
     with pytest.raises(ApiError) as refused:
-        read_request(body)
+        read_request(read_json(body), ResponseLookup())
     assert refused.value.status == 400
 
 

@@ -8,6 +8,7 @@ import pytest
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
 from agentlightning.gateway.dialects.chat import read_completion as read_request
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 from agentlightning.testing import ByteChatFormat
 
@@ -15,7 +16,7 @@ CHAT = ByteChatFormat()
 
 
 def read(**fields):
-    return read_request(json.dumps({"model": "m", "prompt": "hi"} | fields).encode())
+    return read_request({"model": "m", "prompt": "hi"} | fields, ResponseLookup())
 
 
 REFUSED = {

@@ -1,7 +1,5 @@
 """Anthropic's wire: what is read and refused, and what the official SDK makes of our answers."""
 
-import json
-
 import anthropic
 import pytest
 from pydantic import BaseModel
@@ -9,6 +7,7 @@ from pydantic import BaseModel
 from agentlightning import span as names
 from agentlightning.errors import PolicyError
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS, read_request
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 from agentlightning.span import CONSTRAINT
 from agentlightning.testing import ByteChatFormat
@@ -19,7 +18,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":  "6*7"}}
 
 
 def read(**fields):
-    return read_request(json.dumps({"model": "m", "max_tokens": 9, "messages": [USER]} | fields).encode())
+    return read_request({"model": "m", "max_tokens": 9, "messages": [USER]} | fields, ResponseLookup())
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

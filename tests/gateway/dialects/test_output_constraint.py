@@ -1,11 +1,10 @@
 """What a request asks of the shape of an answer: held, or marked on the span; never a reason to hide the answer."""
 
-import json
-
 import pytest
 from pydantic import BaseModel
 
 from agentlightning.gateway.dialects.chat import read_request
+from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError
 from agentlightning.span import CONSTRAINT, VIOLATIONS
 from agentlightning.testing import ByteChatFormat
@@ -134,5 +133,5 @@ IMPOSSIBLE = {
 def test_what_no_answer_could_be_checked_against_is_refused(message):
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | IMPOSSIBLE[message]
     with pytest.raises(ApiError, match=message) as refused:
-        read_request(json.dumps(body).encode())
+        read_request(body, ResponseLookup())
     assert refused.value.status == 400

@@ -19,7 +19,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":  "6*7"}}
 
 
 def read(**fields):
-    return read_request(json.dumps({"model": "m", "input": "hi"} | fields).encode(), ResponseLookup())
+    return read_request({"model": "m", "input": "hi"} | fields, ResponseLookup())
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from tests.support.provider import Reply
 from tests.support.provider_streams import messages_answer, messages_events
 
 from agentlightning.gateway.dialects.content_parts import turn_key
-from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.response_store import ResponseLookup, ResponseStore
 
 THOUGHT = {"type": "thinking", "thinking": "Add them.", "signature": "c2lnbmVk"}
 HIDDEN = {"type": "redacted_thinking", "data": "aGlkZGVu"}
@@ -108,13 +108,13 @@ def test_blocks_are_stored_until_their_attempt_ends_or_space_runs_out():
     store = ResponseStore(max_bytes=2000)
     one, two = ("r", "a1"), ("r", "a2")
     store.add_turn(one, b"k", [THOUGHT])
-    assert store.lookup(one).turn(b"k") == [THOUGHT]
-    assert (store.lookup(two).turn(b"k"), store.lookup(None).turn(b"k")) == ([], [])
+    assert ResponseLookup(store, one).turn(b"k") == [THOUGHT]
+    assert (ResponseLookup(store, two).turn(b"k"), ResponseLookup(store, None).turn(b"k")) == ([], [])
     size = store.size
     store.add_turn(one, b"k", [THOUGHT])
     assert store.size == size > 0
     store.forget(one)
-    assert (store.size, store.lookup(one).turn(b"k")) == (0, [])
+    assert (store.size, ResponseLookup(store, one).turn(b"k")) == (0, [])
     store.add_turn(one, b"k", [THOUGHT])
     store.add_turn(two, b"k", [THOUGHT | {"thinking": "x" * 1950}])
-    assert store.lookup(one).turn(b"k") == []
+    assert ResponseLookup(store, one).turn(b"k") == []

@@ -12,7 +12,6 @@ from tests.support.provider_streams import response_answer, response_events
 from agentlightning import span as names
 from agentlightning.gateway.answer import Answer, Usage
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ReplyMetadata
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.dialects.responses import RESPONSES
 from agentlightning.gateway.record import input_messages, output_messages
@@ -233,13 +232,11 @@ async def test_calls_with_one_index_reach_the_record_and_both_other_dialects(ask
 
 
 def test_a_custom_call_of_a_function_provider_is_written_as_one():
-    request = RESPONSES.read(
-        orjson.dumps({"input": "hi", "tools": [{"type": "custom", "name": "apply_patch"}]}), ResponseLookup()
-    )
+    request = RESPONSES.read({"input": "hi", "tools": [{"type": "custom", "name": "apply_patch"}]}, ResponseLookup())
     response = DIALECTS["responses"].response()
     item = {"id": "fc_1", "type": "function_call", "call_id": "c1", "name": "apply_patch", "arguments": "no JSON"}
     for event in response_events([item]):
         response.read(json.loads(event.partition(b"data: ")[2]))
     response.choices[0].take_new(done=True)
-    body = json.loads(RESPONSES.reply(request, ReplyMetadata("resp_x", "m", 0)).body([response.choices[0]]))
+    body = json.loads(RESPONSES.reply(request, "resp_x", "m", 0, Usage()).body([response.choices[0]]))
     assert (body["output"][0]["type"], body["output"][0]["input"]) == ("custom_tool_call", "no JSON")

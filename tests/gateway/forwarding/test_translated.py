@@ -4,15 +4,16 @@ import json
 
 import anthropic
 import openai
-import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.provider import Reply, chat_answer
+from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import chat_events, messages_answer, messages_events, response_answer
 
+from agentlightning import LLM
 from agentlightning import span as names
 from agentlightning.assemble import trajectory
+from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.forwarding.bodies import chat_part, openai_content
@@ -328,6 +329,24 @@ async def test_a_schema_and_an_image_reach_anthropic(ask):
     assert span.attributes[names.CONSTRAINT] == "checked"
 
 
+async def test_a_thinking_budget_is_within_the_limit_that_the_resource_sets(serve, store):
+    resource = LLM(endpoint="http://x", model="theirs", sampling_parameters={"max_tokens": 3000})
+    await store.add_resources({"llm": resource})
+    async with ScriptedProvider([Reply(messages_answer([{"type": "text", "text": "42"}]))]) as provider:
+        them = {
+            "name": "them",
+            "dialect": "anthropic",
+            "base_urls": [provider.url],
+            "model": "claude-3-7-sonnet-latest",
+        }
+        rule = {"model": "theirs", "provider": "them"}
+        service = await serve([], config=GatewayConfig.model_validate({"providers": [them], "routes": [rule]}))
+        client = await service.client()
+        await client.chat.completions.create(model="theirs", messages=HI, reasoning_effort="high")
+    (sent,) = provider.seen
+    assert (sent.json["max_tokens"], sent.json["thinking"]["budget_tokens"]) == (3000, 2999)
+
+
 async def test_raw_prompts_cannot_be_translated_and_are_refused(ask):
     service, _ = await ask("anthropic", [])
     client = await service.client()
@@ -407,7 +426,7 @@ def _texts(value):
 def test_an_image_and_the_text_beside_it_are_read_and_written_as_they_were(url, text):
     part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
     conversation = [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
-    (message,) = CHAT.read(orjson.dumps({"messages": conversation}), ResponseLookup(), attachments=True).messages
+    (message,) = CHAT.read({"messages": conversation}, ResponseLookup(), attachments=True).messages
     assert openai_content(message["content"], chat_part) == [part] + ([{"type": "text", "text": text}] if text else [])
 
 

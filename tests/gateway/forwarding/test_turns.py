@@ -2,8 +2,6 @@
 
 import copy
 
-import orjson
-
 from agentlightning.gateway.config import Provider
 from agentlightning.gateway.dialects.chat import CHAT
 from agentlightning.gateway.forwarding.bodies import messages_body
@@ -22,7 +20,7 @@ def test_a_stored_turn_never_changes_whatever_follows_it():
     ]
     stored = copy.deepcopy(BLOCKS)
     found = iter([stored, []])
-    request = CHAT.read(orjson.dumps({"model": "m", "messages": conversation}), None)
+    request = CHAT.read({"model": "m", "messages": conversation}, None)
     body = messages_body(request, ANTHROPIC, "m", lambda key: next(found))
     assert body["messages"][1]["content"] == [*BLOCKS, {"type": "text", "text": "two"}]
     assert stored == BLOCKS

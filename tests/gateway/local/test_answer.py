@@ -22,7 +22,7 @@ def whole(tokens, reason="stop"):
 def show(text, sizes=(1,), *, stops=(), reads_tool_calls=True, end=True, chat=BYTES):
     """(what was shown after each run of tokens, the answer)."""
     tokens = chat.encode(text + ("<|im_end|>" if end else "")) if isinstance(text, str) else list(text)
-    answer, shown, position = SampledAnswer(0, stops, chat=chat, reads_tool_calls=reads_tool_calls), [], 0
+    answer, shown, position = SampledAnswer(0, stops, chat=chat, tools=[] if reads_tool_calls else None), [], 0
     while position < len(tokens):
         size = sizes[len(shown) % len(sizes)]
         shown.append(answer.feed(tokens[position : position + size]))
@@ -83,7 +83,7 @@ def test_an_answer_cut_after_a_tool_call_says_that_it_was_cut():
 
 
 def test_an_engine_that_streams_nothing_is_shown_at_the_end():
-    answer = SampledAnswer(0, chat=BYTES)
+    answer = SampledAnswer(0, chat=BYTES, tools=[])
     assert answer.finish(whole(BYTES.encode("Hello<|im_end|>"))) == ["Hello"]
 
 

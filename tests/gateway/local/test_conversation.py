@@ -49,7 +49,7 @@ class Agent:
         prompt = self.conversations.prompt(attempt, "m", self.chat, messages, tools)
         tokens = self.chat.encode(text + ("<|im_end|>" if ended else "")) if tokens is None else tokens
         sample = Sample(tuple(tokens), (0.0,) * len(tokens), "stop" if ended else "length", 0)
-        answer = SampledAnswer(0, chat=self.chat, reads_tool_calls=tools is not None)
+        answer = SampledAnswer(0, chat=self.chat, tools=tools)
         answer.finish(sample)
         span_id = f"span-{len(self.turns)}"
         self.conversations.add_answer(attempt, prompt, self.chat, answer.message, sample, span_id)
@@ -67,8 +67,7 @@ class Agent:
     def drift(self, turn):
         """False, or why."""
         prompt = self.turns[turn][0]
-        assert prompt.drift == (prompt.reason is not None)
-        return prompt.drift and prompt.reason
+        return prompt.drift or False
 
 
 @pytest.fixture

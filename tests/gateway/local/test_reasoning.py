@@ -67,7 +67,7 @@ def test_a_template_that_writes_a_thought_as_a_message_of_its_own_is_left_alone(
 def show(text, markers=THINK, size=1):
     chat = ByteChatFormat()
     tokens = chat.encode(text + "<|im_end|>")
-    answer, pieces = SampledAnswer(0, chat=chat, reasoning_markers=markers), []
+    answer, pieces = SampledAnswer(0, chat=chat, tools=[], reasoning_markers=markers), []
     for start in range(0, len(tokens), size):
         pieces += answer.feed(tokens[start : start + size])
     pieces += answer.finish(Sample(tuple(tokens), (0.0,) * len(tokens), "stop", 0))

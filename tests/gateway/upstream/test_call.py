@@ -54,6 +54,7 @@ def made_of(*servers, **options):
 
 
 async def call(pool, affinity="", body=b"{}", **options):
+    options = {"price": pool.provider.price} | options
     async with UpstreamCall(pool, "chat/completions", body, affinity=affinity, **options) as asked:
         asked.settle(Usage(10, 5))
         return asked
@@ -362,7 +363,7 @@ async def test_what_a_hung_up_stream_cost_is_estimated_and_kept():
     endless = Reply(events=chat_events(["a", "b"])[:3], end="hang")
     price = Price(input=1e6, output=1e6)
     async with ScriptedProvider([endless]) as server, connected(made_of(server, price=price)) as pool:
-        async with UpstreamCall(pool, "chat/completions", b"x" * 400, stream=True) as asked:
+        async with UpstreamCall(pool, "chat/completions", b"x" * 400, stream=True, price=price) as asked:
             async for events in asked.events():
                 if any(b'"b"' in event for event in events):
                     break

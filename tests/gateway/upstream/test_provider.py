@@ -14,7 +14,7 @@ from tests.support.proxy import LocalProxy
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig, Provider
-from agentlightning.gateway.upstream.call import visible_headers
+from agentlightning.gateway.upstream.call import Redactor
 from agentlightning.util.settings import dump_toml, load_settings
 
 SEEN = [
@@ -38,6 +38,9 @@ KEPT_BACK = [
     (b"x-should-retry", b"true"),
     (b"server", b"them"),
 ]
+
+
+visible_headers = Redactor(Provider(name="them", base_urls=("http://host/v1",))).visible_headers
 
 
 def test_callers_see_request_ids_rate_limits_and_when_to_come_back_and_nothing_else():

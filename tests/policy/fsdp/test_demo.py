@@ -23,7 +23,8 @@ AGL = str(Path(sys.executable).parent / "agl")
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_the_demo_reaches_its_goal_on_two_processes_and_is_exported(tmp_path: Path) -> None:
-    settings = job.settings(job.write_demonstrations(tmp_path / "demonstrations.jsonl", 0), 0)
+    shown = job.write_demonstrations(tmp_path / "demonstrations.jsonl", 0)
+    settings = job.settings("calculator.toml", warm_start__dataset=shown)
     policy = settings.policy.model_copy(update={"kind": "fsdp", "processes": 2, "device": "cpu"})
     trainer = Trainer(settings.model_copy(update={"policy": policy}), run_dir=tmp_path / "run")
     result = await trainer.fit_async(**job.tasks(0))

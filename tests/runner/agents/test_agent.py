@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import inspect
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,9 @@ import pytest
 from tests.support import agents
 
 from agentlightning.errors import AgentError
-from agentlightning.runner.agents.agent import FunctionAdapter, LitAgentAdapter, load_agent
+from agentlightning.runner.agents.agent import load_agent
+from agentlightning.runner.agents.arguments import RewardFunction
 from agentlightning.runner.agents.command import Command
-from agentlightning.runner.agents.reward import RewardFunction
 from agentlightning.runner.agents.spec import CommandLine, Pickled, Reference, agent_spec, function_spec
 
 
@@ -42,7 +44,7 @@ def test_a_closure_travels_whole(make_call: Any) -> None:
     factor = 3
     spec = agent_spec(lambda task: task * factor)
     assert isinstance(spec, Pickled)
-    assert load_agent(spec).start(make_call(5)) == 15
+    assert load_agent(spec)(make_call(5))() == 15
 
 
 def test_an_object_that_cannot_travel_says_what_to_do_instead() -> None:
@@ -51,18 +53,19 @@ def test_an_object_that_cannot_travel_says_what_to_do_instead() -> None:
         agent_spec(lambda task: lock.locked())
 
 
-KINDS = {
-    "reward_of_task": FunctionAdapter,
-    "reward_of_task_async": FunctionAdapter,
-    "decorated": FunctionAdapter,
-    "Sync": LitAgentAdapter,
-    "Posting": FunctionAdapter,
-}
+KINDS = {"reward_of_task": False, "reward_of_task_async": True, "decorated": True, "Sync": False, "Posting": True}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_kind_of_agent_is_recognised(name: str) -> None:
-    assert isinstance(load_agent(f"tests.support.agents:{name}"), KINDS[name])
+def test_each_kind_of_agent_says_whether_it_blocks(name: str, make_call: Any) -> None:
+    found = load_agent(f"tests.support.agents:{name}")(make_call({"reward": 1}))
+    assert inspect.iscoroutinefunction(found) is KINDS[name]
+
+
+async def test_a_partial_of_an_async_function_does_not_block(make_call: Any) -> None:
+    found = load_agent(partial(agents.reward_of_task_async))(make_call({"reward": 1}))
+    assert inspect.iscoroutinefunction(found)
+    assert await found() == 1.0
 
 
 def test_a_command_is_recognised() -> None:
@@ -73,7 +76,7 @@ def test_a_file_is_loaded_with_its_neighbours_importable(tmp_path: Path, make_ca
     (tmp_path / "the_neighbour_of_an_agent.py").write_text("VALUE = 42")
     path = tmp_path / "an_agent_in_a_file.py"
     path.write_text("import the_neighbour_of_an_agent as n\ndef solve(task): return n.VALUE")
-    assert load_agent(f"{path}:solve").start(make_call(None)) == 42
+    assert load_agent(f"{path}:solve")(make_call(None))() == 42
 
 
 METHODS = """
@@ -112,16 +115,16 @@ async def test_a_method_of_a_class_is_an_agent_with_a_new_instance_for_each_atte
     path.write_text(METHODS)
     agent = load_agent(f"{path}:Agent.{method}")
     given = make_call({"question": "what?"})
-    assert agent.blocks(given) is not asynchronous
+    assert inspect.iscoroutinefunction(agent(given)) is asynchronous
     for made in (1, 2):
-        answer = agent.start(given)
+        answer = agent(given)()
         assert (await answer if asynchronous else answer) == f"what? 1 of {made}"
 
 
 def test_a_static_method_needs_no_instance(tmp_path: Path, make_call: Any) -> None:
     path = tmp_path / "a_class_with_a_static_agent.py"
     path.write_text(METHODS)
-    assert load_agent(f"{path}:Agent.guess").start(make_call({"question": "what?"})) == "guessed"
+    assert load_agent(f"{path}:Agent.guess")(make_call({"question": "what?"}))() == "guessed"
 
 
 def test_a_method_whose_class_needs_arguments_is_refused_before_any_attempt(tmp_path: Path) -> None:
@@ -227,8 +230,8 @@ class Own:
 @pytest.mark.parametrize(("kind", "blocks"), [(Still, True), (Shared, True), (Own, False)])
 async def test_a_class_runs_by_any_kind_of_method(kind: type[Any], blocks: bool, make_call: Any) -> None:
     agent, call = load_agent(kind), make_call(task=1)
-    found = agent.start(call)
-    assert agent.blocks(call) is blocks
+    found = agent(call)()
+    assert inspect.iscoroutinefunction(agent(call)) is not blocks
     assert (found if blocks else await found) == {Still: 0.25, Shared: 0.5, Own: 1.0}[kind]
 
 

@@ -14,7 +14,7 @@ PROMPT = PromptTemplate(template="Say {word}")
 
 
 def call_with(function: Any, call: Invocation) -> Any:
-    return Signature.of(function).call(call)
+    return Signature.of(function).bind(call)()
 
 
 def typed(name: str) -> str:
@@ -91,10 +91,10 @@ def test_a_parameter_that_nothing_fits_is_named_with_what_there_is(make_call: An
 
 def test_a_first_parameter_that_is_a_text_is_never_given_a_whole_object(make_call: Any) -> None:
     signature = Signature.of(typed)
-    assert signature.call(make_call({"name": "Ada"})) == "Ada"
-    assert signature.call(make_call("Ada")) == "Ada"
+    assert signature.bind(make_call({"name": "Ada"}))() == "Ada"
+    assert signature.bind(make_call("Ada"))() == "Ada"
     with pytest.raises(AgentError, match=r"there is no value for the parameter 'name' of typed\. Did you mean 'nam'\?"):
-        signature.call(make_call({"nam": "Ada"}))
+        signature.bind(make_call({"nam": "Ada"}))()
 
 
 def test_a_resource_that_is_missing_is_named_with_those_that_there_are(make_call: Any) -> None:

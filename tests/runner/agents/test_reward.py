@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import AgentError
-from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.runner.agents.arguments import RewardFunction
 
 pytestmark = pytest.mark.integration
 

@@ -34,7 +34,7 @@ class Fixture:
         self.process = AttemptProcess(slots, alone=alone, grace=-0.4, kill=self.kill, on_change=lambda: None)
         self.process.connection_made(self.wire)
         if ready:
-            self.says(Ready(1))
+            self.says(Ready())
 
     def kill(self) -> None:
         self.kills += 1
@@ -44,7 +44,7 @@ class Fixture:
 
     async def call(self, number: int) -> asyncio.Task[Done]:
         rollout = AttemptedRollout("ro", {}, 1.0, attempt=Attempt("ro", f"at-{number}", 1, 2.0))
-        task = asyncio.create_task(self.process.call(Job(number, rollout, {}, "", {}), lambda _: None, None))
+        task = asyncio.create_task(self.process.call(Job(number, rollout, {}, "", {}), lambda _: None))
         await asyncio.sleep(0)
         return task
 

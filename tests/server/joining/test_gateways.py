@@ -84,7 +84,7 @@ async def test_a_run_that_one_gateway_refuses_leaves_those_that_were_slower_to_t
     refusing, slow = joined._gateways
 
     async def refuse(path: str, content: dict[str, Any]) -> Any:
-        raise ModelServerError(f"{path} answered 422: another version", retryable=False, status=422)
+        raise ModelServerError("another version", retryable=False, status=422)
 
     async def take(path: str, content: dict[str, Any]) -> Any:
         await asyncio.sleep(0.05)

@@ -231,6 +231,15 @@ async def test_a_parquet_export_is_a_table_for_other_programs(store: LightningSt
     assert json.loads(call["events"]) == [{"name": "first token", "timestamp": 103.25, "attributes": {"index": 0}}]
 
 
+async def test_a_parquet_export_has_integers_of_any_size(store: LightningStoreBase, tmp_path: Path) -> None:
+    claimed = await store.start_rollout({"seed": 2**70})
+    await store.add_span(Span(claimed.rollout_id, claimed.attempt.attempt_id, "work", 1.0, attributes={"n": -(2**80)}))
+    await export_store(store, tmp_path / "all.parquet")
+    rows = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
+    assert [json.loads(row["input"]) for row in rows if row["type"] == "rollout"] == [{"seed": 2**70}]
+    assert [json.loads(row["attributes"]) for row in rows if row["type"] == "span"] == [{"n": -(2**80)}]
+
+
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(

@@ -48,6 +48,33 @@ async def quiet(store: SqlStore) -> None:
     await store.update_worker("w")
 
 
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+async def test_callers_that_call_again_at_once_share_a_slow_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqlStore(tmp_path / "store.db")
+    await quiet(store)
+    commit = store.writer._connection.commit
+
+    def slow() -> None:
+        time.sleep(0.03)
+        commit()
+
+    async def caller() -> None:
+        for index in range(20):
+            await store.enqueue_rollout(index)
+
+    monkeypatch.setattr(store.writer._connection, "commit", slow)
+    first = [asyncio.create_task(caller()) for _ in range(4)]
+    await asyncio.sleep(0.01)  # the others come while the first ones wait for the disk
+    before = store.writer.commits
+    await asyncio.gather(*first, *(caller() for _ in range(4)))
+    assert store.writer.commits - before < 30, "they took turns: each waited for two commits"
+    await store.close()
+
+
 # -- notifications of other servers ----------------------------------------------------------------------------------
 
 

@@ -3,9 +3,9 @@
 import math
 
 from agentlightning.evaluation.intervals import Gain
-from agentlightning.training.health.examination import closing_warnings, starting_warnings
 from agentlightning.training.health.signs import signs_of
 from agentlightning.training.health.step_record import StepRecord
+from agentlightning.training.report.result import closing_warnings, starting_warnings
 
 
 def warnings_of(records: list[StepRecord]) -> dict[str, str]:

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError, ResumeError
-from agentlightning.training.persistence.run_dir import RunDir, RunState, forget_after, read_state, write_atomically
+from agentlightning.training.persistence.run_dir import (
+    RunDir,
+    RunState,
+    append_lines,
+    forget_after,
+    read_state,
+    write_atomically,
+)
 
 
 @pytest.fixture
@@ -30,7 +37,7 @@ def test_state_survives_a_round_trip(run_dir):
         evaluations={"before-greedy": [1.0, None]},
     )
     run_dir.write_state(state)
-    assert run_dir.read_state() == state
+    assert read_state(run_dir.path) == state
 
 
 def test_a_second_process_is_kept_out(tmp_path):
@@ -83,7 +90,7 @@ def test_a_run_that_did_not_begin_is_removed_and_nothing_else(tmp_path):
 def test_a_state_file_that_is_broken_is_named(tmp_path):
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(ResumeError, match=r"state\.json cannot be read"), closing(RunDir.open(tmp_path)) as run_dir:
-        run_dir.read_state()
+        read_state(run_dir.path)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ def test_a_state_of_another_version_is_refused(tmp_path, version):
 
 
 def test_a_line_of_metrics_cut_by_a_crash_is_dropped(run_dir):
-    run_dir.append_metrics({"step": 1, "reward": 0.5})
+    append_lines(run_dir.path / "metrics.jsonl", {"step": 1, "reward": 0.5})
     with (run_dir.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "rew')
     assert [record["step"] for record in run_dir.read_metrics()] == [1]
@@ -128,7 +135,7 @@ def test_a_line_of_metrics_cut_by_a_crash_is_dropped(run_dir):
 
 def test_metrics_of_steps_that_are_done_again_are_forgotten(run_dir):
     for step in (1, 2, 3):
-        run_dir.append_metrics({"step": step})
+        append_lines(run_dir.path / "metrics.jsonl", {"step": step})
     forget_after(run_dir.path / "metrics.jsonl", 2)
     assert [record["step"] for record in run_dir.read_metrics()] == [1, 2]
 
@@ -152,7 +159,7 @@ def test_a_last_line_that_lacks_only_its_end_stays(run_dir):
     (run_dir.path / "audit.jsonl").write_bytes(b'{"step": 1}\n')
     run_dir.close()
     with closing(RunDir.open(run_dir.path)) as opened:
-        opened.append_metrics({"step": 3})
+        append_lines(opened.path / "metrics.jsonl", {"step": 3})
         assert [each["step"] for each in opened.read_metrics()] == [1, 2, 3]
         assert (run_dir.path / "audit.jsonl").read_bytes() == b'{"step": 1}\n'
         assert not (run_dir.path / "changes.jsonl").exists()

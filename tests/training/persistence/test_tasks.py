@@ -6,8 +6,8 @@ import pytest
 
 from agentlightning.config import TrainConfig
 from agentlightning.errors import DatasetError
-from agentlightning.training.health.examination import starting_warnings
-from agentlightning.training.persistence.run_changes import load_tasks
+from agentlightning.training.persistence.run_dir import load_tasks
+from agentlightning.training.report.result import starting_warnings
 
 
 def test_given_parts_that_share_tasks_are_warned_about() -> None:

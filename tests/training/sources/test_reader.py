@@ -12,7 +12,6 @@ import pytest
 from agentlightning.algorithms.lightning_rl import reward_metrics
 from agentlightning.algorithms.training import Collected
 from agentlightning.credit.rejection import Rejection
-from agentlightning.run import load_rule
 from agentlightning.span import (
     AIR_RULE,
     LOGPROBS,
@@ -30,7 +29,8 @@ from agentlightning.tracing.air import AutomaticRewards, weighted_rules
 from agentlightning.training.health.step_record import step_line
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources import collector as reader
-from agentlightning.training.sources.collector import TrajectoryReader
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, TrajectoryReader
+from agentlightning.training.sources.stream import RolloutStream
 from agentlightning.trajectory import Trajectory
 
 
@@ -62,13 +62,9 @@ async def test_the_event_loop_runs_while_trajectories_are_assembled_and_checked(
 
     monkeypatch.setattr(reader, "trajectory", slow_trajectory)
     heartbeat = asyncio.create_task(tick())
-    trajectories, _ = await TrajectoryReader(store).read({rollout.rollout_id: "g"}, check)
+    trajectories, _ = await TrajectoryReader(store).read([RolloutPlan(rollout.rollout_id, None, "g")], check)
     heartbeat.cancel()
     assert [each.reward for each in trajectories] == [1.0]
-
-
-def rules_of(weights: dict[str, float]) -> AutomaticRewards | None:
-    return weighted_rules(weights, load_rule)
 
 
 async def finished_with_tool(store: InMemoryLightningStore, finish: Any, tools: int = 1, reward: float = 1.0) -> str:
@@ -89,9 +85,9 @@ async def test_automatic_rewards_are_recorded_once_however_often_a_rollout_is_re
     store: InMemoryLightningStore, finish: Any
 ) -> None:
     rollout_id = await finished_with_tool(store, finish)
-    reader = TrajectoryReader(store, air=rules_of({"tool_succeeded": 0.5}))
+    reader = TrajectoryReader(store, air=weighted_rules({"tool_succeeded": 0.5}))
     for _ in range(3):
-        ((found,), _) = await reader.read({rollout_id: "g"})
+        ((found,), _) = await reader.read([RolloutPlan(rollout_id, None, "g")])
         assert (found.reward, found.transitions[0].reward) == (1.0, 0.5)
     recorded = [span for span in await store.query_spans(rollout_id) if AIR_RULE in span.attributes]
     assert [span.attributes[AIR_RULE] for span in recorded] == ["tool_succeeded"]
@@ -103,14 +99,16 @@ async def test_automatic_rewards_are_recorded_once_however_often_a_rollout_is_re
 async def test_the_rules_of_today_replace_recorded_rewards(store: InMemoryLightningStore, finish: Any) -> None:
     rollout_id = await finished_with_tool(store, finish)
     for weight in (0.5, 0.25, 0.5):
-        ((found,), _) = await TrajectoryReader(store, air=rules_of({"tool_succeeded": weight})).read({rollout_id: "g"})
+        ((found,), _) = await TrajectoryReader(store, air=weighted_rules({"tool_succeeded": weight})).read(
+            [RolloutPlan(rollout_id, None, "g")]
+        )
         assert found.transitions[0].reward == weight
 
 
 async def test_a_rule_that_fails_rejects_the_rollout_and_names_it(store: InMemoryLightningStore, finish: Any) -> None:
     rollout_id = await finished_with_tool(store, finish)
-    rules = weighted_rules({"mine:bad": 1.0}, lambda name: lambda span: float("nan"))
-    found, rejected = await TrajectoryReader(store, air=rules).read({rollout_id: "g"})
+    rules = AutomaticRewards({"mine:bad": (lambda span: float("nan"), 1.0)})
+    found, rejected = await TrajectoryReader(store, air=rules).read([RolloutPlan(rollout_id, None, "g")])
     assert not found
     assert (rejected[0].reason, rollout_id in rejected[0].message) == ("bad_reward", True)
 
@@ -119,13 +117,13 @@ async def test_an_exploited_rule_raises_the_automatic_reward_and_not_the_true_on
     store: InMemoryLightningStore, finish: Any
 ) -> None:
     """An agent that calls a useless tool ever more often: the metrics tell both rewards apart."""
-    reader = TrajectoryReader(store, air=rules_of({"tool_succeeded": 0.1}))
+    reader = TrajectoryReader(store, air=weighted_rules({"tool_succeeded": 0.1}))
     lines: list[Any] = []
     for tools in (1, 5, 25):
         rollout_id = await finished_with_tool(store, finish, tools, reward=0.0)
-        trajectories, _ = await reader.read({rollout_id: "g"})
+        trajectories, _ = await reader.read([RolloutPlan(rollout_id, None, "g")])
         collected = Collected(trajectories)
-        lines.append(step_line(RunState("r1"), collected, reward_metrics(collected, None)))
+        lines.append(step_line(RunState("r1"), collected, reward_metrics(collected, None), None))
     assert [line["reward"] for line in lines] == [0.0, 0.0, 0.0]
     assert [line["air_reward"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])
     assert [line["air_tool_succeeded"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])
@@ -134,12 +132,13 @@ async def test_an_exploited_rule_raises_the_automatic_reward_and_not_the_true_on
 async def test_rollouts_that_were_removed_meanwhile_are_left_out(store: InMemoryLightningStore, finish: Any) -> None:
     rollout = await store.start_rollout({"n": 0})
     await finish(rollout)
-    found = await TrajectoryReader(store).read_remaining(
-        {"removed": "g", rollout.rollout_id: "g"}, tasks={rollout.rollout_id: {"n": 0}}
-    )
+    nothing: Any = None
+    stream = RolloutStream(RolloutCollector(TrajectoryReader(store)), [], RunState("r"), nothing, nothing)
+    groups, tasks = {"removed": "g", rollout.rollout_id: "g"}, {rollout.rollout_id: {"n": 0}}
+    found = await stream.recall(groups, None, tasks, 0)
     assert [(each.rollout_id, each.group, each.task) for each in found] == [(rollout.rollout_id, "g", {"n": 0})]
 
     def reject_all(trajectories: Sequence[Trajectory]) -> list[Rejection]:
         return [Rejection(each.rollout_id, "bad", "no use") for each in trajectories]
 
-    assert await TrajectoryReader(store).read_remaining({rollout.rollout_id: "g"}, reject_all) == ()
+    assert await stream.recall(groups, reject_all, tasks, 0) == ()

@@ -11,8 +11,9 @@ import os
 import ssl
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import httpx
 
@@ -28,9 +29,9 @@ MAX_LOG_LINES: Final = 10_000
 class KubernetesError(Exception):
     """A response of the API server that is an error. `status` is 0 if it did not respond."""
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
+    def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status, self.reason = status, reason
+        self.status = status
 
     @property
     def may_pass(self) -> bool:
@@ -43,7 +44,8 @@ class KubernetesApi:
 
     def __init__(self, url: str | None, namespace: str | None, account: Path = ACCOUNT) -> None:
         self._account = account if (account / "token").exists() else None
-        self.namespace = namespace or self._own_namespace() or "default"
+        own = self._account and self._account / "namespace"
+        self.namespace = namespace or (own and own.exists() and own.read_text().strip()) or "default"
         self.url = url or _cluster_url()
         verify: ssl.SSLContext | bool = True
         if self._account is not None and (self._account / "ca.crt").exists():
@@ -54,32 +56,17 @@ class KubernetesApi:
         """Close the connections to the API server."""
         self._http.close()
 
-    def _own_namespace(self) -> str | None:
-        path = None if self._account is None else self._account / "namespace"
-        return path.read_text().strip() if path is not None and path.exists() else None
-
     def create_job(self, job: Mapping[str, Any]) -> None:
         """Raises KubernetesError. A Job that exists already is one whose creation was not acknowledged."""
-        try:
-            self._json("POST", self._path("jobs"), json=job, params={"fieldValidation": "Strict"})
-        except KubernetesError as error:
-            if error.status != 409:
-                raise
+        self._request("POST", self._path("jobs"), 409, json=job, params={"fieldValidation": "Strict"})
 
-    def list_jobs(self, selector: str) -> list[dict[str, Any]]:
-        return self._json("GET", self._path("jobs"), params={"labelSelector": selector})["items"]
-
-    def list_pods(self, selector: str) -> list[dict[str, Any]]:
-        return self._json("GET", self._path("pods"), params={"labelSelector": selector})["items"]
+    def list(self, kind: Literal["jobs", "pods"], selector: str) -> list[dict[str, Any]]:
+        return self._request("GET", self._path(kind), params={"labelSelector": selector}).json()["items"]
 
     def delete_job(self, name: str, patience: float = PATIENCE_SECONDS) -> None:
         """Delete a Job and its pods. Harmless if it is gone."""
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
-        try:
-            self._json("DELETE", f"{self._path('jobs')}/{name}", json=body, patience=patience)
-        except KubernetesError as error:
-            if error.status != 404:
-                raise
+        self._request("DELETE", f"{self._path('jobs')}/{name}", 404, patience, json=body)
 
     def log(self, pod: str, container: str) -> str:
         """The end of a container's log, stdout and stderr together."""
@@ -90,40 +77,32 @@ class KubernetesApi:
         group = "/apis/batch/v1" if kind == "jobs" else "/api/v1"
         return f"{group}/namespaces/{self.namespace}/{kind}"
 
-    def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        return self._request(method, path, **options).json()
-
-    def _request(self, method: str, path: str, patience: float = PATIENCE_SECONDS, **options: Any) -> httpx.Response:
+    def _request(
+        self, method: str, path: str, harmless: int = 200, patience: float = PATIENCE_SECONDS, **options: Any
+    ) -> httpx.Response:
+        """The answer, of success or with the status `harmless`."""
         until, pause = time.monotonic() + patience, 0.1
         while True:
             try:
-                return self._try(method, path, **options)
+                return self._try(method, path, harmless, **options)
             except KubernetesError as error:
                 if not error.may_pass or error.status == 403 or time.monotonic() + pause > until:
                     raise
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 
-    def _try(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def _try(self, method: str, path: str, harmless: int, **options: Any) -> httpx.Response:
         token = {} if self._account is None else {"authorization": f"Bearer {(self._account / 'token').read_text()}"}
         try:
             response = self._http.request(method, path, headers=token, **options)
         except httpx.TransportError as error:
-            raise KubernetesError(
-                0, "Unreachable", f"the API server at {self.url} does not respond: {error}"
-            ) from error
-        if response.is_success:
+            raise KubernetesError(0, f"the API server at {self.url} does not respond: {error}") from error
+        if response.is_success or response.status_code == harmless:
             return response
-        raise _error(response)
-
-
-def _error(response: httpx.Response) -> KubernetesError:
-    try:
-        status = response.json()
-    except ValueError:
-        status = {}
-    message = status.get("message") or f"{response.status_code} {response.reason_phrase}"
-    return KubernetesError(response.status_code, status.get("reason") or "", message)
+        message = f"{response.status_code} {response.reason_phrase}"
+        with suppress(ValueError):
+            message = response.json().get("message") or message
+        raise KubernetesError(response.status_code, message)
 
 
 def _cluster_url() -> str:

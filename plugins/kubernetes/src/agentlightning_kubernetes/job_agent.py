@@ -20,9 +20,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any, Final
 
 import orjson
@@ -40,12 +39,9 @@ POLL_SECONDS: Final = 1.0
 JOB_LABEL: Final = "batch.kubernetes.io/job-name"
 
 
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """What the API server said about a Job; `job` is None if it has no such Job."""
-
-    job: Mapping[str, Any] | None
-    pod: Mapping[str, Any] | None
+Pod = Mapping[str, Any] | None
+JobState = tuple[Mapping[str, Any] | None, Pod]
+"""What the API server said of a Job and of its pod; None: it has none."""
 
 
 class JobStates:
@@ -73,12 +69,12 @@ class JobStates:
                 self._failing = True
             finally:
                 self._lock.release()
-        return JobState(self._jobs.get(name), self._pods.get(name)) if self._listed > since else None
+        return (self._jobs.get(name), self._pods.get(name)) if self._listed > since else None
 
     def _list(self) -> None:
         began = self._asked = time.monotonic()
-        jobs = self._api.list_jobs(self._selector)
-        pods = sorted(self._api.list_pods(self._selector), key=lambda pod: pod["metadata"]["creationTimestamp"])
+        jobs = self._api.list("jobs", self._selector)
+        pods = sorted(self._api.list("pods", self._selector), key=lambda pod: pod["metadata"]["creationTimestamp"])
         self._jobs = {job["metadata"]["name"]: job for job in jobs}
         self._pods = {pod["metadata"]["labels"].get(JOB_LABEL): pod for pod in pods}
         self._listed = began
@@ -117,30 +113,25 @@ class JobAgent:
         self._runner = secrets.token_hex(8)
         self._lock = threading.Lock()
 
-    def blocks(self, invocation: Invocation) -> bool:
-        return True
+    def __call__(self, invocation: Invocation) -> Callable[[], str]:
+        return partial(self.start, invocation)
 
     def start(self, invocation: Invocation) -> str:
         """Run the Job of an attempt and return its output. Raises JobError."""
         with self._lock:
             api, states = self._api, self._states
-        attempt = invocation.rollout.attempt
         task = task_variable(invocation.task)
         if not task:
             raise JobError("the task is too long for a variable of a container; give a reference to where it is stored")
         job = attempt_job(
             self._manifest,
-            words=self._template.words,
-            rollout_id=invocation.rollout.rollout_id,
-            attempt_id=attempt.attempt_id,
+            self._template,
+            invocation.rollout,
             labels=self._labels,
             variables={**invocation.environment, **task},
-            timeout_seconds=invocation.rollout.config.timeout_seconds,
-            start_seconds=self._template.start_seconds,
             owner=_owner(),
         )
-        running = RunningJob(api, states, job, self._template.start_seconds)
-        invocation.program = running
+        running = invocation.program = RunningJob(api, states, job, self._template.start_seconds)
         if invocation.cancelled:  # cancelled before there was a Job
             running.terminate()
         return running.run()
@@ -165,7 +156,7 @@ class JobAgent:
     def _delete_earlier(self, api: KubernetesApi, pod: str) -> None:
         """Delete the Jobs of a runner that ran in this pod before and was killed."""
         try:
-            left = api.list_jobs(f"{PREFIX}/pod={pod},{PREFIX}/runner!={self._runner}")
+            left = api.list("jobs", f"{PREFIX}/pod={pod},{PREFIX}/runner!={self._runner}")
             for job in left:
                 api.delete_job(job["metadata"]["name"])
             if left:
@@ -208,8 +199,7 @@ class RunningJob:
         """Create the Job, wait for its end, and delete it. Its output. Raises JobError."""
         try:
             self._create()
-            state = self._wait()
-            return self._log(state)[-OUTPUT_BYTES:]
+            return self._log(self._wait())[-OUTPUT_BYTES:]
         finally:
             if self._stopped.is_set() or not self._keep:
                 self.kill()
@@ -218,36 +208,35 @@ class RunningJob:
         while True:
             self._raise_if_stopped()
             try:
-                self._api.create_job(self._job)
+                return self._api.create_job(self._job)
             except KubernetesError as error:
                 if not error.may_pass:
                     raise JobError(f"the API server rejects the Job {self._name}: {error}") from None
                 self._raise_if_late(str(error))
-            else:
-                return
             self._stopped.wait(POLL_SECONDS)
 
-    def _wait(self) -> JobState:
+    def _wait(self) -> Pod:
+        """The pod, once it has completed."""
         since = time.monotonic()
         while True:
             self._stopped.wait(POLL_SECONDS)
             self._raise_if_stopped()
             state = self._states.of(self._name, since)
-            if state is not None and self._has_completed(state):
-                return state
+            if state is not None and self._has_completed(*state):
+                return state[1]
 
-    def _has_completed(self, state: JobState) -> bool:
-        if state.job is None:
+    def _has_completed(self, job: Mapping[str, Any] | None, pod: Pod) -> bool:
+        if job is None:
             raise JobLostError(f"the Job {self._name} is gone; somebody has deleted it")
-        conditions = _conditions(state.job)
+        conditions = _conditions(job)
         if "Complete" in conditions:
             return True
-        self._raise_if_lost(state)
+        self._raise_if_lost(pod)
         if "Failed" in conditions:
-            raise self._failure(state, conditions["Failed"])
-        self._has_started = self._has_started or _has_started(state.pod)
+            raise self._failure(pod, conditions["Failed"])
+        self._has_started = self._has_started or _has_started(pod)
         if not self._has_started:
-            self._raise_if_late(_why_not_started(state))
+            self._raise_if_late(_why_not_started(pod))
         return False
 
     def _raise_if_stopped(self) -> None:
@@ -255,38 +244,38 @@ class RunningJob:
             raise JobError(f"the Job {self._name} was stopped")
 
     def _raise_if_late(self, why: str) -> None:
-        seconds = time.monotonic() - self._since
-        if seconds > self._start_seconds:
+        if time.monotonic() - self._since > self._start_seconds:
             raise JobNotStartedError(f"the Job {self._name} did not start within {self._start_seconds:g} s: {why}")
 
-    def _raise_if_lost(self, state: JobState) -> None:
-        pod = state.pod
+    def _raise_if_lost(self, pod: Pod) -> None:
         if pod is None:
             if self._has_started:
                 raise JobLostError(f"the pod of the Job {self._name} is gone")
             return
         disrupted = _conditions(pod).get(LOST)
         if disrupted is not None or pod["metadata"].get("deletionTimestamp") is not None:
-            node = pod["spec"].get("nodeName", "no node")
             why = (disrupted or {}).get("message") or "it is being deleted"
-            raise JobLostError(f"the pod of the Job {self._name} on {node} is gone: {why}")
+            raise JobLostError(
+                f"the pod of the Job {self._name} on {pod['spec'].get('nodeName', 'no node')} is gone: {why}"
+            )
 
-    def _failure(self, state: JobState, condition: Mapping[str, Any]) -> JobError:
-        ended = _terminated(state.pod, self._container)
+    def _failure(self, pod: Pod, condition: Mapping[str, Any]) -> JobError:
+        states = [each.get("state", {}) for each in _statuses(pod) if each["name"] == self._container]
+        ended = states[0].get("terminated") if states else None
         if ended is None:
             return JobError(f"the Job {self._name} failed: {condition.get('reason')}: {condition.get('message')}")
         memory = " (out of memory)" if ended.get("reason") == "OOMKilled" else ""
         error = JobError(f"the container of the Job {self._name} ended with exit code {ended['exitCode']}{memory}")
-        if log := self._log(state)[-64_000:]:
+        if log := self._log(pod)[-64_000:]:
             error.add_note(f"log:\n{log}")
         return error
 
-    def _log(self, state: JobState) -> str:
-        if state.pod is None:
+    def _log(self, pod: Pod) -> str:
+        if pod is None:
             logger.warning("the Job %s has no pod any more, whose log would be its output", self._name)
             return ""
         try:
-            return self._api.log(state.pod["metadata"]["name"], self._container)
+            return self._api.log(pod["metadata"]["name"], self._container)
         except KubernetesError as error:
             logger.warning("the log of the Job %s, its output, cannot be read: %s", self._name, error)
             return ""
@@ -298,27 +287,22 @@ def _conditions(thing: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {each["type"]: each for each in found if each["status"] == "True"}
 
 
-def _statuses(pod: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def _statuses(pod: Pod) -> list[Mapping[str, Any]]:
     return (pod or {}).get("status", {}).get("containerStatuses") or []
 
 
-def _has_started(pod: Mapping[str, Any] | None) -> bool:
+def _has_started(pod: Pod) -> bool:
     return any("waiting" not in each.get("state", {"waiting": {}}) for each in _statuses(pod))
 
 
-def _terminated(pod: Mapping[str, Any] | None, container: str) -> Mapping[str, Any] | None:
-    states = [each.get("state", {}) for each in _statuses(pod) if each["name"] == container]
-    return states[0].get("terminated") if states else None
-
-
-def _why_not_started(state: JobState) -> str:
+def _why_not_started(pod: Pod) -> str:
     """What the cluster says of a pod that does not run."""
-    if state.pod is None:
+    if pod is None:
         return "no pod was made for it; `kubectl describe job` says why, as a quota that is used up"
-    for status in _statuses(state.pod):
+    for status in _statuses(pod):
         waiting = status.get("state", {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return f"{waiting['reason']}: {waiting.get('message', '')}"
-    found = state.pod.get("status", {}).get("conditions") or []
+    found = pod.get("status", {}).get("conditions") or []
     blocked = [each for each in found if each["type"] == "PodScheduled" and each["status"] == "False"]
     return f"{blocked[0].get('reason')}: {blocked[0].get('message')}" if blocked else "its container is being created"

@@ -17,6 +17,7 @@ import orjson
 import yaml
 
 from agentlightning.errors import ConfigError
+from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.spec import JobTemplate
 
 DEFAULT_DEADLINE_SECONDS: Final = 86_400
@@ -33,21 +34,13 @@ def read_template(path: Path, words: Sequence[str], api: str | None, start_secon
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"the Job in {path} cannot be read: {error.strerror}") from error
-    manifest = _parse(text, path)
+    kind, parse = ("JSON", orjson.loads) if path.suffix == ".json" else ("YAML", yaml.safe_load)
+    try:
+        manifest = parse(text)
+    except (orjson.JSONDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from error
     check_template(manifest, str(path))
     return JobTemplate(orjson.dumps(manifest), tuple(words), api, start_seconds)
-
-
-def _parse(text: str, path: Path) -> Any:
-    if path.suffix == ".json":
-        try:
-            return orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
 
 
 def check_template(manifest: Any, source: str) -> None:
@@ -82,20 +75,18 @@ def job_name(attempt_id: str) -> str:
 
 def attempt_job(
     manifest: Mapping[str, Any],
+    template: JobTemplate,
+    rollout: AttemptedRollout,
     *,
-    words: Sequence[str],
-    rollout_id: str,
-    attempt_id: str,
     labels: Mapping[str, str],
     variables: Mapping[str, str],
-    timeout_seconds: float | None,
-    start_seconds: float,
     owner: tuple[str, str] | None,
 ) -> dict[str, Any]:
     """The Job of one attempt. `owner` are name and uid of the pod of the runner, with which the Job is deleted."""
     job = cast(dict[str, Any], copy.deepcopy(manifest))
     spec, pod = job["spec"], job["spec"]["template"]
-    ids = {f"{PREFIX}/rollout": rollout_id, f"{PREFIX}/attempt": attempt_id}
+    attempt_id = rollout.attempt.attempt_id
+    ids = {f"{PREFIX}/rollout": rollout.rollout_id, f"{PREFIX}/attempt": attempt_id}
     metadata = job.setdefault("metadata", {})
     metadata["name"] = job_name(attempt_id)
     metadata.pop("generateName", None)
@@ -106,21 +97,20 @@ def attempt_job(
         reference = {"apiVersion": "v1", "kind": "Pod", "name": owner[0], "uid": owner[1]}
         metadata["ownerReferences"] = [reference]
     spec.update(FIXED)
-    spec["activeDeadlineSeconds"] = _deadline(spec, timeout_seconds, start_seconds)
+    spec["activeDeadlineSeconds"] = _deadline(spec, rollout.config.timeout_seconds, template.start_seconds)
     pod["spec"]["restartPolicy"] = "Never"
     container = agent_container(job)
     given = [each for each in container.get("env", []) if each["name"] not in variables]
     # Kubernetes expands $(NAME) in values, secrets included, and makes $$ a $.
     own = ({"name": name, "value": value.replace("$", "$$")} for name, value in variables.items())
     container["env"] = [*given, *own]
-    if words:
-        container["command"] = list(words)
+    if template.words:
+        container["command"] = list(template.words)
         container.pop("args", None)
     return job
 
 
 def _deadline(spec: Mapping[str, Any], timeout_seconds: float | None, start_seconds: float) -> int:
-    limits = [spec.get("activeDeadlineSeconds")]
-    if timeout_seconds is not None:
-        limits.append(math.ceil(timeout_seconds + start_seconds) + 60)
+    own = None if timeout_seconds is None else math.ceil(timeout_seconds + start_seconds) + 60
+    limits = spec.get("activeDeadlineSeconds"), own
     return min((limit for limit in limits if limit is not None), default=DEFAULT_DEADLINE_SECONDS)

@@ -8,6 +8,7 @@ distribution it was sampled from, so these parameters are rejected.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,15 +82,15 @@ class SGLangServer(HttpModelServer):
             raise self.protocol_error(path, str(message))
 
 
+@dataclass
 class _ResponseReader:
     """Reads the responses of `/generate`. Each event repeats all tokens before it, unless the server was started to
     send only new ones; the token count of an event tells which."""
 
-    def __init__(self, http: JsonClient, top_logprobs: int, on_chunk: OnChunk) -> None:
-        self._http = http
-        self._top_logprobs = top_logprobs
-        self._on_chunk = on_chunk
-        self._count = 0
+    http: JsonClient
+    top_logprobs: int
+    on_chunk: OnChunk
+    count: int = 0
 
     def read(self, response: Any) -> Completion | None:
         """Pass on the new tokens; returns the end of the answer once it is known."""
@@ -99,24 +100,24 @@ class _ResponseReader:
             reason: Mapping[str, Any] | None = meta.get("finish_reason")
             kind = reason["type"] if reason else None
         except (KeyError, TypeError, ValueError) as error:
-            raise self._http.protocol_error(GENERATE, f"no answer but {response!r:.300}") from error
+            raise self.http.protocol_error(GENERATE, f"no answer but {response!r:.300}") from error
         if chunk.token_ids:
-            self._count += len(chunk.token_ids)
-            self._on_chunk(chunk)
+            self.count += len(chunk.token_ids)
+            self.on_chunk(chunk)
         if reason is None:
             return None
         if kind not in ("stop", "length"):
-            raise self._http.protocol_error(GENERATE, f"the answer was ended by the server ({reason})")
+            raise self.http.protocol_error(GENERATE, f"the answer was ended by the server ({reason})")
         # SGLang has one label for a whole answer: after a weight update, that of the last token. It is not used.
         return Completion("length" if kind == "length" else "stop")
 
     def _new_tokens(self, meta: Mapping[str, Any]) -> TokenChunk:
         tokens: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()
-        tops: Sequence[Sequence[Sequence[Any]]] = (meta.get("output_top_logprobs") or ()) if self._top_logprobs else ()
+        tops: Sequence[Sequence[Sequence[Any]]] = (meta.get("output_top_logprobs") or ()) if self.top_logprobs else ()
         if len(tokens) == meta["completion_tokens"]:
-            tokens, tops = tokens[self._count :], tops[self._count :]
+            tokens, tops = tokens[self.count :], tops[self.count :]
         top_logprobs: tuple[TopLogprobs, ...] = tuple(
-            tuple((int(entry[1]), float(entry[0])) for entry in position[: self._top_logprobs]) for position in tops
+            tuple((int(entry[1]), float(entry[0])) for entry in position[: self.top_logprobs]) for position in tops
         )
         token_ids = tuple(int(entry[1]) for entry in tokens)
         return TokenChunk(token_ids, tuple(float(entry[0]) for entry in tokens), top_logprobs)

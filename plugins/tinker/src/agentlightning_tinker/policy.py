@@ -15,7 +15,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-import numpy as np
 import orjson
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -28,10 +27,11 @@ from agentlightning.engine.base import (
     room_for_answer,
 )
 from agentlightning.errors import ConfigError, PolicyError
+from agentlightning.models import checkpoint
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, TinkerConfig
-from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
+from agentlightning.trajectory import TokenTree, TrainingSample
 from agentlightning_tinker.session import TinkerSession
 from agentlightning_tinker.updater import RemoteUpdater, check_adapter, check_sampling
 
@@ -54,12 +54,11 @@ class TinkerPolicy:
     ) -> None:
         self.config, self.model = config, config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
-        self.context_length = config.max_context or _context_length(tokenizer)
+        self.context_length = config.max_context or min(int(tokenizer.model_max_length), DEFAULT_CONTEXT)
         self.vocab_size: int | None = len(tokenizer)
-        self._tokenizer, self._session, self._updater = tokenizer, session, updater
+        self._session, self._updater = session, updater
         self._version = 0
         self._sampler: Any = None
-        self._base_sampler: Any = None
         self._changing = asyncio.Lock()
         """Held while the weights change."""
 
@@ -129,7 +128,7 @@ class TinkerPolicy:
             return []
         ends = sorted(params.end_tokens(self.chat.eos_token_ids))
         if params.stop:
-            return [*params.stop, *(str(self._tokenizer.decode([token])) for token in ends)]
+            return [*params.stop, *(self.chat.decode([token]) for token in ends)]
         return ends if params.stop_token_ids else None
 
     # -- learning --------------------------------------------------------------------------------------------------
@@ -162,23 +161,12 @@ class TinkerPolicy:
             )
         for tree in trees:
             check_sampling(tree)
-        found: dict[str, Any] = {}
-        if "logprobs" in what:
-            found["logprobs"] = await asyncio.to_thread(self._updater.logprobs, trees)
-        if "ref_logprobs" in what:
-            found["ref_logprobs"] = await self._base_logprobs(trees)
-        return found
-
-    async def _base_logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
-        if self._base_sampler is None:
-            self._base_sampler = await asyncio.to_thread(self._session.base_sampler)
-        table, batches = self._updater.rows(trees)
-        found = np.zeros(len(table.call), np.float32)
-        for batch in batches:
-            scores = [await self._session.prompt_logprobs(self._base_sampler, row.token_ids) for row in batch.rows]
-            own = [np.asarray(each, np.float32)[row.targets] for each, row in zip(scores, batch.rows, strict=True)]
-            found[batch.places] = np.concatenate(own)
-        return table.by_node(found)
+        wanted = {"logprobs": False, "ref_logprobs": True}
+        return {
+            name: await asyncio.to_thread(self._updater.logprobs, trees, of_base=of_base)
+            for name, of_base in wanted.items()
+            if name in what
+        }
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         """Save weights and optimiser on the server, and where they are in `directory`, with the tokenizer. A checkpoint
@@ -191,19 +179,13 @@ class TinkerPolicy:
                 "policy_version": self._version,
                 **self._updater.state_dict(),
             }
-            await asyncio.to_thread(self._write, Path(directory), about)
-
-    def _write(self, directory: Path, about: Mapping[str, Any]) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._tokenizer.save_pretrained(directory)
-            beside = directory / f".{CHECKPOINT}"
-            beside.write_bytes(orjson.dumps(about, option=orjson.OPT_INDENT_2))
-            beside.replace(directory / CHECKPOINT)
-        except OSError as error:
-            raise PolicyError(
-                f"cannot save a checkpoint to {directory}: {error}; free space or choose another"
-            ) from error
+            await asyncio.to_thread(
+                checkpoint.save,
+                Path(directory),
+                None,
+                self.chat.save_tokenizer,
+                lambda new: (new / CHECKPOINT).write_bytes(orjson.dumps(about, option=orjson.OPT_INDENT_2)),
+            )
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises PolicyError where the server no longer has the weights."""
@@ -264,7 +246,3 @@ def _tokenizer(config: LocalPolicyConfig) -> PreTrainedTokenizerBase:
             f"policy.model={config.model} has no tokenizer that transformers loads: {error}; give the directory or hub"
             " name of the model, and its name on the server as policy.tinker.base_model"
         ) from error
-
-
-def _context_length(tokenizer: PreTrainedTokenizerBase) -> int:
-    return min(int(tokenizer.model_max_length), DEFAULT_CONTEXT)

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 import httpx
@@ -38,7 +39,7 @@ class LossRow:
     """A row of tokens, and for each but the last one what the loss needs of the next [T - 1]."""
 
     token_ids: tuple[int, ...]
-    inputs: Mapping[str, FloatArray]
+    inputs: dict[str, FloatArray]
 
 
 class TinkerSession:
@@ -46,7 +47,9 @@ class TinkerSession:
 
     def __init__(self, config: TinkerConfig, service: Any, base_model: str) -> None:
         self.config, self.base_model = config, base_model
-        self._service, self._training = service, cast(Any, None)
+        self._service = service
+        self._training: Any = None
+        self._base: Any = None
         self._url = server_of(config)
         self._asked = self._alive = self._silent = time.monotonic()
         """When the server was asked for a sign of life, when it last gave one, and when it last gave none."""
@@ -70,15 +73,17 @@ class TinkerSession:
             service = tinker.ServiceClient(base_url=url, api_key=key)
             session = cls(config, service, base)
             try:
-                making = service.create_lora_training_client(
-                    base,
-                    rank=rank,
-                    seed=seed,
-                    train_mlp=config.mlp,
-                    train_attn=config.attention,
-                    train_unembed=config.head,
+                session._training = session._result(
+                    lambda: service.create_lora_training_client(
+                        base,
+                        rank=rank,
+                        seed=seed,
+                        train_mlp=config.mlp,
+                        train_attn=config.attention,
+                        train_unembed=config.head,
+                    ),
+                    f"make an adapter over {base!r}",
                 )
-                session._training = asyncio.run(session._wait(making.future(), f"make an adapter over {base!r}"))
             except BaseException:
                 _end(service, "errored")
                 raise
@@ -136,9 +141,13 @@ class TinkerSession:
         """What samples from the weights as they are now."""
         return self._result(self._training.save_weights_and_get_sampling_client, "publish the weights")
 
-    def base_sampler(self) -> Any:
-        """What samples from the model below the adapter."""
-        return self._result(lambda: self._service.create_sampling_client(base_model=self.base_model), "open its base")
+    def base_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float | None]]:
+        """log p of each token of each row under the model below the adapter, None for the first."""
+        if self._base is None:
+            opening = partial(self._service.create_sampling_client, base_model=self.base_model)
+            self._base = self._result(opening, "open its base")
+        inputs = [types.ModelInput.from_ints(list(row)) for row in rows]
+        return [self._result(partial(self._base.compute_logprobs, each), "score tokens") for each in inputs]
 
     def close(self) -> None:
         """End the session on the server; what was saved stays. Never fails: the server may be gone."""
@@ -196,12 +205,6 @@ class TinkerSession:
         with _errors(self.config, "sample"):
             call = sampler.sample(tokens, 1, settings, topk_sample_logprobs=top)
             return (await self._wait(call.future(), "sample")).sequences[0]
-
-    async def prompt_logprobs(self, sampler: Any, tokens: Sequence[int]) -> list[float | None]:
-        """log p of each token, None for the first."""
-        with _errors(self.config, "score tokens"):
-            call = sampler.compute_logprobs(types.ModelInput.from_ints(list(tokens)))
-            return await self._wait(call.future(), "score tokens")
 
 
 def server_of(config: TinkerConfig) -> str | None:

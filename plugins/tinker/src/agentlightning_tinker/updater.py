@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
-from agentlightning.policy.base import UPDATE, Sharing, UpdateOptions
+from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import (
     ADVANTAGES,
@@ -55,26 +55,6 @@ ROW_BUDGET: Final = 1 << 40
 """All rows are sent at once; the server divides them."""
 
 
-class RowPlanner:
-    """Stands for `Forward`: which rows are computed."""
-
-    def plan(
-        self, batch: TokenTable | Sequence[TrainingSample], *, token_budget: int, sharing: Sharing = "auto"
-    ) -> list[MicroBatch]:
-        """All rows as one micro-batch; calls of a rollout are merged where one continues another. `token_budget` is for
-        the server to decide. Raises ConfigError for a way of sharing that needs the model."""
-        if sharing == "shared":
-            raise ConfigError(
-                'sharing="shared" is for a model on this machine; leave it out with policy.kind = "tinker"'
-            )
-        batches = plan(batch, token_budget=ROW_BUDGET, sharing="rows" if sharing == "rows" else "merged", join=False)
-        lines = tuple(line for batch in batches for line in batch.lines)
-        return [MicroBatch(lines, batches[0].table)] if lines else []
-
-    def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(values)
-
-
 class RemoteOptimizer:
     """Stands for `Optimizer`: the learning rate of each step is computed here, the step is made on the server."""
 
@@ -90,28 +70,16 @@ class RemoteOptimizer:
         if config.schedule != "constant" and config.total_steps is None:
             raise ConfigError(f'schedule="{config.schedule}" needs total_steps')
         self.config, self.steps, self.lr_factor = config, 0, 1.0
-        self._session = session
+        self._session, self._lr = session, config.lr
 
-    @property
-    def lr(self) -> float:
-        """The learning rate at this point of the schedule."""
-        assert self.config.lr is not None
-        return self.config.lr * self.config.factor(self.steps) * self.lr_factor
-
-    def grad_norm(self) -> Tensor:
-        """Not known before the step."""
-        return torch.zeros(())
-
-    def zero_grad(self) -> None:
-        """The server drops a gradient by its step alone, and by a loss that is not finite."""
-
-    def step(self, loss: float = 0.0, norm: Tensor | None = None) -> dict[str, float]:
+    def step(self, loss: float) -> dict[str, float]:
         """Raises PolicyError for a loss that is not finite."""
         if not math.isfinite(loss):
             raise PolicyError(
                 f"the loss of this step is {loss}, and the server cannot drop its gradient; resume the run"
             )
-        metrics, lr = self._session.optim_step(self.lr, self.config, EPS), self.lr
+        lr = self._lr * self.config.factor(self.steps) * self.lr_factor
+        metrics = self._session.optim_step(lr, self.config, EPS)
         self.steps += 1
         found = next((value for name, value in metrics.items() if name.startswith("grad_norm")), math.nan)
         return {"lr": lr, "grad_norm": float(found), "optimizer_steps": 1.0, "skipped_steps": 0.0}
@@ -130,7 +98,7 @@ class RemoteUpdater(Updater):
         """Raises ConfigError for an optimiser that the API lacks."""
         self.session = session
         self.optimizer = cast(Any, RemoteOptimizer(session, optimizer))
-        self.forward = cast(Any, RowPlanner())
+        self.forward = cast(Any, SimpleNamespace(tensor=torch.from_numpy))
         self.value_head = self.value_optimizer = self.average = None
         self.entropy = EntropyHistory()
 
@@ -148,19 +116,19 @@ class RemoteUpdater(Updater):
                 check_sampling(sample.tree)
         return super().step(samples, options)
 
-    def rows(self, trees: Sequence[TokenTree]) -> tuple[TokenTable, list[MicroBatch]]:
-        """The sampled tokens of trees, and the rows that have them."""
+    def logprobs(self, trees: Sequence[TokenTree], *, of_base: bool = False) -> list[tuple[FloatArray, ...]]:
+        """log p of every sampled token of each tree under the present weights, or those below the adapter, as
+        `Policy.score` has it."""
         table = token_table(map(TrainingSample, trees))
-        return table, self.forward.plan(table, token_budget=ROW_BUDGET)
-
-    def logprobs(self, trees: Sequence[TokenTree]) -> list[tuple[FloatArray, ...]]:
-        """log p of every sampled token of each tree under the present weights, as `Policy.score` has it."""
-        table, batches = self.rows(trees)
         found = np.zeros(len(table.call), np.float32)
-        for batch in batches:
-            zeros = np.zeros(len(batch.places), np.float32)
-            found[batch.places] = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).numpy()
+        for batch in self._plan(table, UPDATE):
+            found[batch.places] = self._base_logprobs(batch) if of_base else self._logprobs(batch).numpy()
         return table.by_node(found)
+
+    def _base_logprobs(self, batch: MicroBatch) -> FloatArray:
+        scores = self.session.base_logprobs([row.token_ids for row in batch.rows])
+        own = [np.asarray(each, np.float32)[row.targets] for each, row in zip(scores, batch.rows, strict=True)]
+        return np.concatenate(own)
 
     def _step(self, part: TokenTable, options: UpdateOptions) -> Sums:
         """Rollouts whose data is not finite are left out before anything is sent."""
@@ -171,26 +139,37 @@ class RemoteUpdater(Updater):
             return {}
         return self._with_step(sums, self.optimizer.step(float(sums["loss"][0])), len(broken))
 
+    def _plan(self, part: TokenTable, options: UpdateOptions) -> list[MicroBatch]:
+        """All rows as one micro-batch; calls of a rollout are merged where one continues another. `token_budget` is for
+        the server to decide. Raises ConfigError for a way of sharing that needs the model."""
+        if options.sharing == "shared":
+            raise ConfigError(
+                'sharing="shared" is for a model on this machine; leave it out with policy.kind = "tinker"'
+            )
+        sharing = "rows" if options.sharing == "rows" else "merged"
+        batches = plan(part, token_budget=ROW_BUDGET, sharing=sharing, join=False)
+        lines = tuple(line for batch in batches for line in batch.lines)
+        return [MicroBatch(lines, part)] if lines else []
+
     def accumulate(self, batches: Sequence[MicroBatch], loss: LossSetting = "ppo") -> Sums:
-        """See `Updater.accumulate`; `batches` are the one of `RowPlanner`."""
+        """See `Updater.accumulate`; `batches` are the one of `_plan`."""
         losses, [batch] = token_losses(loss), batches
         within = batch.table.corrections
-        entropy_N = torch.zeros(len(batch.places))
+        no_entropy = cast(Any, None)
         own = native(losses[0]) if len(losses) == 1 and not within else None
         if own is not None:
-            unknown = self._tokens(batch, torch.zeros(len(batch.places)), entropy_N, None)
-            logprobs_N = self._native(batch, _tokens_with_all(unknown, losses[0]), losses[0], *own)
+            unknown = self._tokens(batch, torch.zeros(len(batch.places)), no_entropy, None)
+            logprobs_N = self._native(batch, unknown, losses[0], *own)
         else:
-            zeros = np.zeros(len(batch.places), np.float32)
-            logprobs_N = self._send(batch, "cross_entropy", {}, {"weights": zeros}, backward=False).requires_grad_()
-        tokens = replace(self._tokens(batch, logprobs_N, entropy_N, None), entropy=None)
+            logprobs_N = self._logprobs(batch).requires_grad_()
+        tokens = self._tokens(batch, logprobs_N, no_entropy, None)
         value, sums = sum_of_losses(losses, tokens, within)
         if own is None:
             if not bool(torch.isfinite(value)):
                 raise PolicyError("the loss of this step is not finite; nothing was sent to be learned from")
             value.backward()
             assert logprobs_N.grad is not None
-            self._send(batch, "cross_entropy", {}, {"weights": -logprobs_N.grad.numpy()})
+            self._send(batch, "cross_entropy", {}, {"weights": -logprobs_N.grad})
         found = {
             "loss": value.detach(),
             "entropy": -logprobs_N.detach().sum(),
@@ -203,58 +182,59 @@ class RemoteUpdater(Updater):
     def _native(
         self, batch: MicroBatch, tokens: TokenBatch, loss: TokenLoss, name: str, settings: Mapping[str, float]
     ) -> Tensor:
-        weights = (tokens.weights * loss.coefficient_at(tokens.step)).numpy()
+        weights_N = torch.zeros(len(batch.places))
+        weights_N[tokens.columns[weights_name(loss, tokens.columns)] != 0] = tokens_of(tokens, loss).weights
+        weights_N *= loss.coefficient_at(tokens.step)
         if name == "cross_entropy":
-            return self._send(batch, name, settings, {"weights": weights})
-        advantages = weights * tokens.columns[ADVANTAGES].numpy()
-        return self._send(batch, name, settings, {"advantages": advantages, "logprobs": tokens.old_logprobs.numpy()})
+            return self._send(batch, name, settings, {"weights": weights_N})
+        advantages_N = weights_N * tokens.columns[ADVANTAGES]
+        return self._send(batch, name, settings, {"advantages": advantages_N, "logprobs": tokens.old_logprobs})
+
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        """logprobs_N of the trained tokens under the present weights."""
+        return self._send(batch, "cross_entropy", {}, {"weights": torch.zeros(len(batch.places))}, backward=False)
 
     def _send(
         self,
         batch: MicroBatch,
         loss: str,
         settings: Mapping[str, float],
-        columns: Mapping[str, np.ndarray[Any, Any]],
+        columns: Mapping[str, Tensor],
         *,
         backward: bool = True,
     ) -> Tensor:
         """Compute a loss with these columns of the trained tokens [N] on the server; returns their logprobs_N."""
-        rows: list[LossRow] = []
-        start = 0
-        for row in batch.rows:
-            end = start + len(row.targets)
-            inputs = {name: np.zeros(len(row.token_ids) - 1, np.float32) for name in columns}
-            for name, values in columns.items():
-                inputs[name][row.targets - 1] = values[start:end]
-            rows.append(LossRow(row.token_ids, inputs))
-            start = end
+        rows = [LossRow(row.token_ids, dict[str, FloatArray]()) for row in batch.rows]
+        for name, values in columns.items():
+            parts = values.split([len(row.targets) for row in batch.rows])
+            for row, sent, part in zip(batch.rows, rows, parts, strict=True):
+                sent.inputs[name] = np.zeros(row.length, np.float32)
+                sent.inputs[name][row.targets - 1] = part.numpy()
         found = self.session.forward_backward(rows, loss, settings, backward=backward)
         return torch.from_numpy(
             np.concatenate([own[row.targets - 1] for own, row in zip(found, batch.rows, strict=True)])
         )
 
 
-def _tokens_with_all(tokens: TokenBatch, loss: TokenLoss) -> TokenBatch:
-    """All tokens, with the weights of the loss's stream: those that have none keep a weight of 0."""
-    name = weights_name(loss, tokens.columns)
-    chosen = tokens_of(tokens, loss)
-    weights_N = torch.zeros(len(tokens.trained_logprobs))
-    weights_N[tokens.columns[name] != 0] = chosen.weights
-    return replace(tokens, columns={**tokens.columns, "weights": weights_N})
+LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
+NATIVE: Final[Mapping[type[TokenLoss], str]] = {
+    NLLLoss: "cross_entropy",
+    ImportanceLoss: "importance_sampling",
+    PPOLoss: "ppo",
+    CISPOLoss: "cispo",
+}
+"""What the API has, and its name there."""
 
 
 def native(loss: TokenLoss) -> tuple[str, Mapping[str, float]] | None:
-    """The API's name for a loss, and its settings there; None for one that it lacks."""
-    low, high = "clip_low_threshold", "clip_high_threshold"
-    if isinstance(loss, NLLLoss):
-        return "cross_entropy", {}
-    if isinstance(loss, ImportanceLoss) and loss.level == "token":
-        return "importance_sampling", {}
-    if isinstance(loss, PPOLoss) and loss.dual_clip is None:
-        return "ppo", {low: 1 - loss.clip_low, high: 1 + loss.clip_high}
-    if isinstance(loss, CISPOLoss):
-        return "cispo", {low: 0.0 if loss.clip_low is None else 1 - loss.clip_low, high: 1 + loss.clip_high}
-    return None
+    """The API's name for a loss, and its settings there; None for one that it lacks, as those are that a user has
+    derived from one of its own."""
+    name = NATIVE.get(type(loss))
+    if name is None or loss.model_dump(exclude={"type", "coefficient", "clip_low", "clip_high"}, exclude_defaults=True):
+        return None
+    if not isinstance(loss, PPOLoss | CISPOLoss):
+        return name, {}
+    return name, {LOW: 0.0 if loss.clip_low is None else 1 - loss.clip_low, HIGH: 1 + loss.clip_high}
 
 
 def check_losses(losses: Sequence[TokenLoss]) -> None:

@@ -110,7 +110,8 @@ class Bucket:
         try:
             self._files: Any
             self._files, self._root = fsspec.url_to_fs(url)
-            self._has_folders = OBJECT_STORES.isdisjoint(_protocols(self._files))
+            protocol: str | tuple[str, ...] = self._files.protocol
+            self._has_folders = OBJECT_STORES.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f"{url} cannot be opened: {error}; give file:///DIR, s3://BUCKET/DIR (pip install s3fs), gs://BUCKET/DIR"
@@ -124,16 +125,12 @@ class Bucket:
                 self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(self._path(name), data)
 
-    def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
-        """An object, or a part of it. Raises WeightStoreError."""
+    def read(self, name: str, most: int = MOST_MANIFEST) -> bytes:
+        """An object of at most so many bytes. Raises WeightStoreError, also for a larger one."""
         with self._errors(f"read {name}"):
-            return bytes(self._files.cat_file(self._path(name), start=begin, end=end))
-
-    def read_at_most(self, name: str, size: int) -> bytes:
-        """An object of at most so many bytes. Raises WeightStoreError for a larger one."""
-        data = self.read(name, 0, size + 1)
-        if len(data) > size:
-            raise WeightStoreError(f"{self.url}/{name} has more than the {size} bytes that it should have")
+            data = bytes(self._files.cat_file(self._path(name), start=0, end=most + 1))
+        if len(data) > most:
+            raise WeightStoreError(f"{self.url}/{name} has more than the {most} bytes that it should have")
         return data
 
     def exists(self, name: str) -> bool:
@@ -164,7 +161,7 @@ class Bucket:
     def manifest(self, version: int) -> Manifest:
         """Raises WeightStoreError for one that is missing, damaged or of a newer format."""
         name = f"{folder_of(version)}/{MANIFEST}"
-        body = self.read_at_most(name, MOST_MANIFEST)
+        body = self.read(name)
         try:
             found = Manifest.model_validate_json(body)
         except ValidationError as error:
@@ -192,11 +189,6 @@ class Bucket:
                 f"cannot {what} at {self.url}: {type(error).__name__}: {error}; check the address, its permissions and"
                 " credentials"
             ) from error
-
-
-def _protocols(files: Any) -> tuple[str, ...]:
-    found: str | tuple[str, ...] = files.protocol
-    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def folder_of(version: int) -> str:

@@ -49,8 +49,8 @@ def difference(base: Path, new: Path, name: str) -> tuple[FileEntry, bytes] | No
 
 
 def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
-    """Write what `base` becomes. Raises DamagedDifferenceError, and leaves no file, where a part of the result is not
-    what was published."""
+    """Write what `base` becomes. Raises DamagedDifferenceError where a part of the result is not what was
+    published."""
     if base.stat().st_size != entry.size or sum(part.stored for part in entry.parts) != len(data):
         raise DamagedDifferenceError(f"{entry.name}: the sizes do not fit")
     old, decompressor, start = _mapped(base), zstandard.ZstdDecompressor(), 0
@@ -63,12 +63,10 @@ def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
                     # A frame says itself how large it becomes, and the one-shot call would believe it.
                     raw = decompressor.stream_reader(data[start : start + part.stored]).read(size + 1)
                 except zstandard.ZstdError as error:
-                    target.unlink()
                     raise DamagedDifferenceError(f"{entry.name}: {part.name}: {error}") from error
                 start += part.stored
                 own = _xor(own, np.frombuffer(raw, np.uint8)) if len(raw) == size else own[:0]
             if digest(own) != part.digest:
-                target.unlink()
                 raise DamagedDifferenceError(f"{entry.name}: {part.name} is not what was published")
             opened.write(memoryview(own))
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
@@ -21,19 +20,6 @@ logger = logging.getLogger(__name__)
 WANTED = "wanted"
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What a publication cost."""
-
-    version: int
-    full: bool
-    bytes: int
-    """Written."""
-    size: int
-    """Of the files of the version."""
-    seconds: float
-
-
 class WeightPublisher:
     """Writes versions to a URL. Not thread safe; blocks."""
 
@@ -45,9 +31,10 @@ class WeightPublisher:
         self._base: tuple[int, str, Path] | None = None
         self._since_full = 0
 
-    def publish(self, directory: Path, version: int) -> Published:
-        """Write the weights in `directory`, which must stay as it is until the next version is published. Raises
-        WeightStoreError; hosts then see the version before, and the next one is full."""
+    def publish(self, directory: Path, version: int) -> dict[str, float]:
+        """Write the weights in `directory`, which must stay as it is until the next version is published: bytes
+        written, of all files, whether the version is full, and seconds. Raises WeightStoreError; hosts then see the
+        version before, and the next one is full."""
         since = time.monotonic()
         wanted = self.bucket.names(WANTED)
         full = self._base is None or self._since_full >= self._full_every or bool(wanted)
@@ -59,8 +46,12 @@ class WeightPublisher:
         self._base = (version, manifest.id, directory)
         self._since_full = 1 if manifest.base is None else self._since_full + 1
         self._prune()
-        size, seconds = sum(entry.size for entry in manifest.files), time.monotonic() - since
-        return Published(version, manifest.base is None, manifest.stored, size, seconds)
+        return {
+            "weights_bytes": float(manifest.stored),
+            "weights_size": float(sum(entry.size for entry in manifest.files)),
+            "weights_full": float(manifest.base is None),
+            "weights_seconds": time.monotonic() - since,
+        }
 
     def _write(self, directory: Path, version: int, base: tuple[int, str, Path] | None) -> Manifest:
         folder, entries, stored = folder_of(version), list[FileEntry](), 0
@@ -110,14 +101,8 @@ class WeightVersions:
         self._publisher = WeightPublisher(config.url, full_every=config.full_every, keep_full=config.keep_full)
 
     async def publish(self) -> Mapping[str, float]:
-        """Publish the weights as they are now: bytes written, of all files, whether the version is full, and seconds.
-        Raises WeightStoreError."""
+        """Publish the weights as they are now; returns and raises as `WeightPublisher.publish`."""
         directory = await self._folder.write(self._policy)
-        found = await asyncio.to_thread(self._publisher.publish, directory, self._policy.policy_version)
+        metrics = await asyncio.to_thread(self._publisher.publish, directory, self._policy.policy_version)
         await self._folder.prune(directory)
-        return {
-            "weights_bytes": float(found.bytes),
-            "weights_size": float(found.size),
-            "weights_full": float(found.full),
-            "weights_seconds": found.seconds,
-        }
+        return metrics

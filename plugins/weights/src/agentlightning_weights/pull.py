@@ -65,9 +65,16 @@ class WeightPuller:
             return None
         chain = self._chain(newest, current)
         try:
-            self._apply(chain, current)
+            for manifest in chain:
+                self._write(manifest)
         except DamagedDifferenceError as error:
-            raise self._refusal(newest, error) from error
+            if chain[-1].base is None:
+                raise WeightStoreError(f"the full version {newest} at {self.bucket.url} is damaged: {error}") from error
+            self._want_full()
+            raise WeightStoreError(
+                f"version {newest} at {self.bucket.url} is refused: {error}; a full version was asked for, which the"
+                " next publication is"
+            ) from error
         return Pulled(newest, self._place(newest), self._read, time.monotonic() - since, len(chain))
 
     def _chain(self, version: int, current: tuple[int, str] | None) -> list[Manifest]:
@@ -88,25 +95,10 @@ class WeightPuller:
             manifest = before
         return chain[::-1]
 
-    def _refusal(self, newest: int, error: DamagedDifferenceError) -> WeightStoreError:
-        if self.bucket.manifest(newest).base is None:
-            return WeightStoreError(f"the full version {newest} at {self.bucket.url} is damaged: {error}")
-        self._want_full()
-        return WeightStoreError(
-            f"version {newest} at {self.bucket.url} is refused: {error}; a full version was asked for, which the next"
-            " publication is"
-        )
-
     def _want_full(self) -> None:
         self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))
 
-    def _apply(self, chain: list[Manifest], current: tuple[int, str] | None) -> None:
-        base = None if current is None else self._place(current[0])
-        for manifest in chain:
-            self._write(manifest, None if manifest.base is None else base)
-            base = self._place(manifest.version)
-
-    def _write(self, manifest: Manifest, base: Path | None) -> None:
+    def _write(self, manifest: Manifest) -> None:
         place = self._place(manifest.version)
         beside = place.with_name(f".{place.name}")
         shutil.rmtree(beside, ignore_errors=True)
@@ -114,7 +106,7 @@ class WeightPuller:
             for entry in manifest.files:
                 target = beside / entry.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self._file(manifest.version, entry, base, target)
+                self._file(manifest, entry, target)
             shutil.rmtree(place, ignore_errors=True)
             beside.rename(place)
             state = self.directory / f".{STATE}"
@@ -126,15 +118,18 @@ class WeightPuller:
             shutil.rmtree(beside, ignore_errors=True)
         self._prune(manifest.version)
 
-    def _file(self, version: int, entry: FileEntry, base: Path | None, target: Path) -> None:
-        name = f"{folder_of(version)}/{entry.name}"
-        if entry.kind == "xor":
-            data = self._fetch(name + DIFFERENCE, sum(part.stored for part in entry.parts))
-            if base is None or not (base / entry.name).exists():
+    def _file(self, manifest: Manifest, entry: FileEntry, target: Path) -> None:
+        name = f"{folder_of(manifest.version)}/{entry.name}"
+        base = None if manifest.base is None else self._place(manifest.base[0]) / entry.name
+        if entry.kind == "whole":
+            data = self._fetch(name, entry.size)
+        else:
+            changes = self._fetch(name + DIFFERENCE, sum(part.stored for part in entry.parts))
+            if base is None or not base.exists():
                 raise DamagedDifferenceError(f"{entry.name}: the version before is not here")
-            apply(base / entry.name, entry, data, target)
-            return
-        data = self._fetch(name, entry.size) if entry.kind == "whole" else _read(base, entry.name)
+            if entry.kind == "xor":
+                return apply(base, entry, changes, target)
+            data = base.read_bytes()
         if digest(data) != entry.digest:
             raise DamagedDifferenceError(f"{entry.name} is not the file that was published")
         target.write_bytes(data)
@@ -142,7 +137,7 @@ class WeightPuller:
     def _fetch(self, name: str, size: int) -> bytes:
         if not size:
             return b""  # some stores refuse a range of an empty object
-        data = self.bucket.read_at_most(name, size)
+        data = self.bucket.read(name, size)
         self._read += len(data)
         return data
 
@@ -154,9 +149,3 @@ class WeightPuller:
 
     def _place(self, version: int) -> Path:
         return self.directory / f"version-{version:06d}"
-
-
-def _read(base: Path | None, name: str) -> bytes:
-    if base is None or not (base / name).exists():
-        raise DamagedDifferenceError(f"{name}: the version before is not here")
-    return (base / name).read_bytes()

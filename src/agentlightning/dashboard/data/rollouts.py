@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import orjson
 from msgspec import structs
@@ -29,14 +29,13 @@ from agentlightning.task import task_key
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.trajectory import Reward, RewardWeights
 from agentlightning.util.json_values import Json, as_text, loads, recorded_objects
-from agentlightning.util.printable import printable
 
 K = TypeVar("K")
-SHORT: Final = 240
+SHORT = 240
 """Characters of a value in a table."""
-LONG: Final = 100_000
+LONG = 100_000
 """Characters of one value on a page."""
-FAILED: Final = re.compile(r"\s*[\[({\"']*\s*(error|exception|traceback|failed)\b", re.IGNORECASE)
+FAILED = re.compile(r"\s*[\[({\"']*\s*(error|exception|traceback|failed)\b", re.IGNORECASE)
 
 
 def shortened(value: Any) -> str:
@@ -45,8 +44,9 @@ def shortened(value: Any) -> str:
     return line if len(line) <= SHORT else f"{line[: SHORT - 1]}…"
 
 
-def limited(text: str, limit: int = LONG) -> str:
-    """A text that may be cut, which it then says."""
+def limited(value: Any, limit: int = LONG) -> str:
+    """The value as text that may be cut, which it then says."""
+    text = as_text(value)
     return text if len(text) <= limit else f"{text[:limit]}\n[… {len(text) - limit} more characters]"
 
 
@@ -70,9 +70,9 @@ def tells_failure(result: Any) -> bool:
 
 
 Message = Json
-IMAGE: Final = ("data:image/png;", "data:image/jpeg;", "data:image/gif;", "data:image/webp;")
+IMAGE = ("data:image/png;", "data:image/jpeg;", "data:image/gif;", "data:image/webp;")
 """What is shown as an image: nothing is loaded from elsewhere, and no SVG, which may hold a script."""
-MOST_IMAGE: Final = 4_000_000
+MOST_IMAGE = 4_000_000
 
 
 def messages_of(span: Span, attribute: str) -> list[Message]:
@@ -105,29 +105,28 @@ def message_json(message: Message) -> Json:
 def _part(part: Json) -> Json:
     kind = str(part.get("type", ""))
     if kind == "tool_call":
-        arguments = limited(as_text(part.get("arguments")))
-        return {"kind": "tool_call", "name": str(part.get("name")), "text": arguments, "id": part.get("id")}
+        name, text = str(part.get("name")), limited(part.get("arguments"))
+        return {"kind": "tool_call", "name": name, "text": text, "id": part.get("id")}
     if kind == "tool_call_response":
         result = part.get("response", part.get("result"))
         failed = tells_failure(result)
-        return {"kind": "tool_result", "text": limited(as_text(result)), "failed": failed, "id": part.get("id")}
+        return {"kind": "tool_result", "text": limited(result), "failed": failed, "id": part.get("id")}
     if (address := _image(part)) is not None:
         return address
     content = part.get("content")
     if content is None:
-        return {"kind": "other", "type": kind, "text": limited(as_text(part))}
-    return {"kind": "reasoning" if kind == "reasoning" else "text", "text": limited(as_text(content))}
+        return {"kind": "other", "type": kind, "text": limited(part)}
+    return {"kind": "reasoning" if kind == "reasoning" else "text", "text": limited(content)}
 
 
 def _image(part: Json) -> Json | None:
-    kind, mime = str(part.get("type", "")), str(part.get("mime_type", ""))
-    modality = str(part.get("modality", ""))
-    if kind not in ("image", "image_url", "blob", "uri") or (kind in ("blob", "uri") and modality not in ("", "image")):
+    kind, nested = part.get("type"), part.get("image_url")
+    of_image = kind in ("blob", "uri") and part.get("modality", "") in ("", "image")
+    if not of_image and kind not in ("image", "image_url"):
         return None
-    nested = part.get("image_url")
     url = part.get("uri") or part.get("url") or (nested.get("url") if isinstance(nested, dict) else nested)
     if kind == "blob" and isinstance(part.get("content"), str):
-        url = f"data:{mime or 'image/png'};base64,{part['content']}"
+        url = f"data:{part.get('mime_type') or 'image/png'};base64,{part['content']}"
     text = url if isinstance(url, str) else as_text(part)
     shown = text.startswith(IMAGE) and len(text) <= MOST_IMAGE
     return {"kind": "image", "source": text if shown else None, "text": "" if shown else text[: min(LONG, 500)]}
@@ -136,7 +135,7 @@ def _image(part: Json) -> Json | None:
 # -- a line of a table ------------------------------------------------------------------------------------------------
 
 
-SUMMARIES: Final = 20_000
+SUMMARIES = 20_000
 """Finished rollouts whose summaries are remembered."""
 
 
@@ -261,8 +260,8 @@ def _token_count(ids: str, usage: str, span: Span) -> int:
     return len(cast("list[int]", known)) if isinstance(known, list) else number if isinstance(number, int) else 0
 
 
-prompt_tokens: Final = partial(_token_count, names.PROMPT_TOKEN_IDS, names.INPUT_TOKENS)
-sampled_tokens: Final = partial(_token_count, names.RESPONSE_TOKEN_IDS, names.OUTPUT_TOKENS)
+prompt_tokens = partial(_token_count, names.PROMPT_TOKEN_IDS, names.INPUT_TOKENS)
+sampled_tokens = partial(_token_count, names.RESPONSE_TOKEN_IDS, names.OUTPUT_TOKENS)
 
 
 def version_of(span: Span, updates: Updates = int) -> int | None:
@@ -318,11 +317,7 @@ def _failure(attempt: Attempt | None) -> tuple[str | None, str | None]:
 
 
 def rollout_lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
-    """The rollout, then each attempt with its spans in order. Control characters in the text of agents are escaped."""
-    return map(printable, _lines(rollout, attempts, spans))
-
-
-def _lines(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> Iterator[str]:
+    """The rollout, then each attempt with its spans in order."""
     mode = f", {rollout.mode}" if rollout.mode else ""
     yield f"{rollout.rollout_id} {rollout.status}{mode}"
     yield f"  task     {shortened(rollout.input)}"
@@ -379,17 +374,17 @@ def _message(message: Json) -> Iterator[str]:
 # needed.
 
 
-CHUNK: Final = 10_000
+CHUNK = 10_000
 """Spans that are read at once."""
-BUCKETS: Final = 100
-REMEMBERED: Final = 8
-MOST_REMEMBERED: Final = 300_000
+BUCKETS = 100
+REMEMBERED = 8
+MOST_REMEMBERED = 300_000
 """Attempts whose index is kept, and spans of all of them; that of the last one is kept however large it is."""
-REST: Final = 20
+REST = 20
 """Totals of an attempt that grows are computed again after so many times the time that they took."""
-CONTEXT_SPANS: Final = 500
+CONTEXT_SPANS = 500
 """Spans before a page that are read again at most, so that its calls are shown as what they continue."""
-LARGE: Final = frozenset({names.INPUT_MESSAGES, names.OUTPUT_MESSAGES, names.TOP_LOGPROBS, names.KEPT_SETS})
+LARGE = frozenset({names.INPUT_MESSAGES, names.OUTPUT_MESSAGES, names.TOP_LOGPROBS, names.KEPT_SETS})
 """Attributes of calls that totals do not need."""
 Key = tuple[str, str]
 """(rollout_id, attempt_id)"""
@@ -406,15 +401,6 @@ def kind_of(span: Span) -> str:
     if names.REQUEST_MODEL in span.attributes or names.INPUT_MESSAGES in span.attributes:
         return "model"
     return "operation"
-
-
-class Start(NamedTuple):
-    """Where a page is read from: some spans before it belong to calls that it continues."""
-
-    after: str | None
-    """The span to read after; None: from the first one."""
-    context: int
-    """Spans from there to the first one of the page."""
 
 
 class AttemptIndex:
@@ -485,12 +471,13 @@ class AttemptIndex:
         found = Counter(int((each - self.start) * scale) for each in tuple(self.starts))
         return [found[bucket] for bucket in range(BUCKETS)]
 
-    def start_of(self, place: int, context: int) -> Start:
-        """Where to read a page from that begins at a place, with up to `context` calls before it."""
+    def start_of(self, place: int, context: int) -> tuple[str | None, int]:
+        """Where to read a page from that begins at a place, with up to `context` calls before it that it may continue:
+        the span to read after (None: from the first one), and the number of spans from there to the page."""
         number = bisect_left(self.calls, place)
         first = self.calls[max(0, number - context)] if number else place
         first = max(first, place - CONTEXT_SPANS)
-        return Start(self.ids[first - 1] if first else None, place - first)
+        return self.ids[first - 1] if first else None, place - first
 
 
 def _without_messages(span: Span) -> Span:

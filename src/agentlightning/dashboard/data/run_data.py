@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -38,8 +38,8 @@ from agentlightning.span import Span
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
-from agentlightning.training.persistence.token_ratios import CallRatios, read_ratios
-from agentlightning.training.sources.collector import TrajectoryReader
+from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader
+from agentlightning.training.tracking import CallRatios, read_ratios
 from agentlightning.training.watch import running_rollouts
 from agentlightning.trajectory import CallId, TrainingSample, Trajectory
 from agentlightning.util.json_values import Json
@@ -51,7 +51,7 @@ from agentlightning.util.json_values import Json
 # each of them shows as U+FFFD.
 
 
-PLACES: Final = ("start", "checkpoint", ".")
+PLACES = ("start", "checkpoint", ".")
 """Where a run directory may have the file, beside its checkpoints."""
 
 
@@ -99,9 +99,9 @@ def find_texts(run: Path, model: str | None) -> TokenTexts | None:
     return None
 
 
-_SHOWN: Final = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-_HIDDEN: Final = [byte for byte in range(256) if byte not in _SHOWN]
-BYTES: Final = {chr(byte): byte for byte in _SHOWN} | {chr(256 + place): byte for place, byte in enumerate(_HIDDEN)}
+_SHOWN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + place): byte for place, byte in enumerate(_HIDDEN)}
 """By the letter that byte-level BPE writes for it: itself where it can be seen, else the next from U+0100."""
 
 
@@ -112,7 +112,7 @@ BYTES: Final = {chr(byte): byte for byte in _SHOWN} | {chr(256 + place): byte fo
 # so. What cannot be repeated without the policy (its values, a divergence from the reference) is named in `notes`.
 
 
-REMEMBERING: Final = frozenset({"state_value", "hierarchical"})
+REMEMBERING = frozenset({"state_value", "hierarchical"})
 """Rules that also use what they remember of earlier steps."""
 
 
@@ -203,13 +203,13 @@ class TokenFacts:
 # changed.
 
 
-SECONDS: Final = 1.0
+SECONDS = 1.0
 """How long an answer is given to all who ask."""
-NEWEST: Final = 30
+NEWEST = 30
 """Calls and running rollouts that are shown."""
-MOST_WORKERS: Final = 1000
-SPANS: Final = 100
-SPANS_OF_SHARED: Final = 1000
+MOST_WORKERS = 1000
+SPANS = 100
+SPANS_OF_SHARED = 1000
 """Spans that are read to find the newest calls; more where the store also has rollouts of others."""
 
 
@@ -262,11 +262,11 @@ def call_line(span: Span, updates: Updates) -> Json:
 # -- one run or store -------------------------------------------------------------------------------------------------
 
 
-MOST_IN_BATCH: Final = 1024
+MOST_IN_BATCH = 1024
 """Rollouts of a step over which credit is computed; with more, only the group itself is read."""
-MOST_CREDITS: Final = 8
+MOST_CREDITS = 8
 """Steps whose credit is remembered."""
-PAGE: Final = 500
+PAGE = 500
 """Rollouts in one request to the store."""
 
 
@@ -344,13 +344,11 @@ class RunData:
     async def group(self, rollout: Rollout) -> list[Rollout]:
         """The rollouts of the same group, itself included, in order of creation: by the group they name, else by the
         same task among the newest rollouts."""
-        group = group_of(rollout)
-        if not group:
+        if not (stem := group_of(rollout)):
             found = (await self.store.query_rollouts(newest_first=True, limit=2000))[::-1]
-        elif rollout.rollout_id.startswith(group):
-            found = await self.store.query_rollouts(rollout_id_contains=group)
-        else:  # ids of a group have the same beginning
-            stem = rollout.rollout_id.rstrip("0123456789") or rollout.rollout_id[:1]
+        else:
+            if not rollout.rollout_id.startswith(stem):  # ids of a group have the same beginning
+                stem = rollout.rollout_id.rstrip("0123456789") or rollout.rollout_id[:1]
             found = await self.store.query_rollouts(rollout_id_contains=stem, limit=5000)
         key = _group_key(rollout)
         own = [each for each in found if key[-1] and _group_key(each) == key]
@@ -397,11 +395,12 @@ class RunData:
         if (known := self._credits.pop(key, None)) is None:
             turns = run.curriculum.turns
             reader = TrajectoryReader(self.store, run.policy.name, turn_limit_reward=turns and turns.reward)
-            rollouts = {each.rollout_id: each for each in await self.by_ids(ids)}
-            groups = {name: group_of(each) or task_key(each.input) for name, each in rollouts.items()}
-            tasks = {name: each.input for name, each in rollouts.items()}
+            plans = [
+                RolloutPlan(each.rollout_id, each.input, group_of(each) or task_key(each.input))
+                for each in await self.by_ids(ids)
+            ]
             try:
-                trajectories, rejected = await reader.read(groups, tasks=tasks)
+                trajectories, rejected = await reader.read(plans)
                 known = await asyncio.to_thread(credit_of, trajectories, config)
                 if rejected:
                     known = replace(known, notes=(*known.notes, f"{len(rejected)} rollouts cannot be read"))
@@ -432,9 +431,9 @@ def _group_key(rollout: Rollout) -> tuple[str, str]:
 # -- the catalog ------------------------------------------------------------------------------------------------------
 
 
-STORE: Final = "store"
+STORE = "store"
 """The name of a store that is shown by itself."""
-MOST_OPEN: Final = 16
+MOST_OPEN = 16
 """Databases that are open at the same time."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, count
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
 
@@ -18,19 +18,20 @@ from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
 from agentlightning.evaluation.intervals import UNBOUNDED, Interval, mean_of_seeds, seed_difference
 from agentlightning.resources import prompts_in
 from agentlightning.training.governance import AUDIT_FILE, AuditRecord, audit_record, last_times
-from agentlightning.training.health.examination import failures_of, read_record, status_of
 from agentlightning.training.health.signs import SignHistory, sign_history
 from agentlightning.training.health.step_record import StepRecord
 from agentlightning.training.persistence.checkpoints import read_resources
-from agentlightning.training.persistence.run_changes import (
+from agentlightning.training.persistence.run_dir import (
+    RunState,
     changed_settings,
+    check_run,
     flat_settings,
     leaves,
+    read_state,
     settings_of_run,
     shown,
 )
-from agentlightning.training.persistence.run_dir import RunState, check_run, read_state
-from agentlightning.training.report.result import prompt_diff
+from agentlightning.training.report.result import failures_of, prompt_diff, read_record, status_of
 from agentlightning.util.json_values import Json
 
 T = TypeVar("T")
@@ -162,8 +163,8 @@ class RunFiles:
 
     def changed(self) -> float:
         """When the state last did, in seconds since 1970."""
-        signature = self._signature("state.json")
-        return 0.0 if signature is None else signature[0] / 1e9
+        time, _ = self._signature("state.json") or (0, 0)
+        return time / 1e9
 
     def _load_config(self) -> tuple[TrainConfig | None, str]:
         try:
@@ -179,13 +180,10 @@ class RunFiles:
         return found.st_mtime_ns, found.st_size
 
     def _read(self, key: str, name: str, read: Callable[[], T]) -> T:
-        signature = self._signature(name)
-        known = self._cache.get(key)
-        if known is not None and known[0] == signature:
-            return known[1]
-        value = read()
-        self._cache[key] = (signature, value)
-        return value
+        signature, known = self._signature(name), self._cache.get(key)
+        if known is None or known[0] != signature:
+            known = self._cache[key] = signature, read()
+        return known[1]
 
     def _read_lines(self, key: str, name: str, decode: Callable[[int, bytes], list[Any]]) -> list[Any]:
         """What the lines of a file hold, by their number and text. A last one without an end is being written. Read is
@@ -273,7 +271,7 @@ def status_record(files: RunFiles) -> tuple[Json, list[float | None]]:
 # -- runs by configuration: those whose settings differ in the seed alone ---------------------------------------------
 
 
-NO_SETTINGS: Final = ("run.seed", "run.host", "run.port", "run.public_url", "tracking.")
+NO_SETTINGS = ("run.seed", "run.host", "run.port", "run.public_url", "tracking.")
 """What may differ between the runs of one configuration."""
 
 
@@ -384,9 +382,9 @@ def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
     means, differences = bounds_of([reward for each in found for reward in each.rewards])
     rows: list[Json] = []
     for each in found:
-        label = names[next(iter(each.runs.values())).path]
-        label += f" and {len(each.runs) - 1} more" if len(each.runs) > 1 else ""
-        row: Json = {"label": label, "runs": [str(run.path) for run in each.runs.values()], "seeds": [*each.runs]}
+        paths = [run.path for run in each.runs.values()]
+        label = names[paths[0]] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        row: Json = {"label": label, "runs": [*map(str, paths)], "seeds": [*each.runs]}
         changes = changed_settings(first.settings, each.settings).items()
         row["settings"] = _changes(shown({k: values for k, values in changes if not k.startswith(NO_SETTINGS)}))
         row["after"], row["gain"] = _means(each, "after", modes, means), _means(each, "gain", modes, differences)

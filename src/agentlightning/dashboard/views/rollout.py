@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import orjson
 
@@ -15,7 +15,6 @@ from agentlightning.dashboard.data.rollouts import (
     AttemptIndex,
     Key,
     RolloutSummary,
-    Start,
     Updates,
     as_text,
     call_facts,
@@ -44,27 +43,27 @@ from agentlightning.util.common_prefix import common_prefix_length
 from agentlightning.util.json_values import Json
 
 T = TypeVar("T")
-PAGE_OF_SPANS: Final = 300
-MOST_SPANS: Final = 1000
+PAGE_OF_SPANS = 300
+MOST_SPANS = 1000
 """Spans of one page, unless asked for otherwise, and at most."""
-PAGE_OF_CALLS: Final = 20
+PAGE_OF_CALLS = 20
 """Calls whose tokens are shown at once."""
-SPANS_OF_CALLS: Final = 100
+SPANS_OF_CALLS = 100
 """Spans that are read at once to find calls."""
-MOST_SPANS_OF_CALLS: Final = 2000
+MOST_SPANS_OF_CALLS = 2000
 """Spans that are looked through for the calls of one page; it then has fewer."""
-CONTEXT: Final = 10
+CONTEXT = 10
 """Calls before a page that its first ones may continue."""
-SECONDS: Final = 0.1
+SECONDS = 0.1
 """How long a page waits for the totals of its attempt; where they take longer, it asks again."""
-MOST_VALUE: Final = 20_000
+MOST_VALUE = 20_000
 """Characters of one attribute of a span."""
-NO_RATIOS: Final = (
+NO_RATIOS = (
     "no update has recorded the ratios of this rollout: a run records them with run.token_ratios=true,"
     " and only of tokens that it learns from"
 )
-SIDES: Final = (("left", 0), ("right", -1))
-IN_GROUP: Final = 64
+SIDES = (("left", 0), ("right", -1))
+IN_GROUP = 64
 """Rollouts of a group that are listed."""
 
 
@@ -112,21 +111,21 @@ async def _spans(
     """Some spans of an attempt, their model calls, and what may have changed of the calls before them."""
     if attempt is None or (limit == 0 and start >= count):
         return [], [], []
-    begin = Start(None, 0)
+    after, earlier = None, 0
     if start:
         index = await _index(run, attempt, count, None)
         assert index is not None  # it is waited for
-        begin = index.start_of(min(start, len(index.ids)), CONTEXT)
-    key, limit = (attempt.rollout_id, attempt.attempt_id), begin.context + limit
-    found = await run.store.query_spans(*key, after=begin.after, limit=limit, tokens=False)
+        after, earlier = index.start_of(min(start, len(index.ids)), CONTEXT)
+    key, limit = (attempt.rollout_id, attempt.attempt_id), earlier + limit
+    found = await run.store.query_spans(*key, after=after, limit=limit, tokens=False)
     calls = stream_of(found, TokenFacts(run.summaries.updates))
-    if begin.after is not None:
+    if after is not None:
         for call in calls:  # whether it begins a thread is not known from here
             call["starts"] = False
-    before = sum(map(is_call, found[: begin.context]))
+    before = sum(map(is_call, found[:earlier]))
     changing = ("span_id", "counts", "reward", "error", "tool_results")
     context = [{name: call[name] for name in changing} for call in calls[:before]]
-    return found[begin.context :], calls[before:], context
+    return found[earlier:], calls[before:], context
 
 
 async def _index(run: RunData, attempt: Attempt | None, count: int, seconds: float | None) -> AttemptIndex | None:
@@ -169,7 +168,7 @@ async def show_group(run: RunData, query: Query) -> Json:
     streams = [each["stream"] for each in sides]
     return {
         "group": group_of(rollout),
-        "task": limited(as_text(rollout.input)),
+        "task": limited(rollout.input),
         "task_key": rows[0].task_key,
         "rollouts": rows[:IN_GROUP],
         "left_out": max(0, len(rows) - IN_GROUP),
@@ -207,10 +206,10 @@ async def _calls(run: RunData, rollout: Rollout, facts: TokenFacts, first: int) 
         skip, (spans, more) = 0, await _until_call(run, key, PAGE_OF_CALLS)
     else:
         place, end = (index.calls[n] if n < len(index.calls) else count for n in (first, first + PAGE_OF_CALLS))
-        begin = index.start_of(place, 1)
-        limit, more = begin.context + end - place, end < count
-        spans = await run.store.query_spans(*key, after=begin.after, limit=limit) if limit else []
-        skip = sum(map(is_call, spans[: begin.context]))
+        start, earlier = index.start_of(place, 1)
+        limit, more = earlier + end - place, end < count
+        spans = await run.store.query_spans(*key, after=start, limit=limit) if limit else []
+        skip = sum(map(is_call, spans[:earlier]))
     stream = stream_of(spans, facts)[skip:]
     summary, _, _ = await _totals(run, rollout, attempt, index)
     after = first + len(stream) if more else None
@@ -255,9 +254,9 @@ def rollout_json(rollout: Rollout) -> Json:
     """A rollout with the whole text of its task."""
     return {
         **{name: value for name, value in fields_of(rollout).items() if name not in ("input", "metadata")},
-        "task": limited(as_text(rollout.input)),
+        "task": limited(rollout.input),
         "group": group_of(rollout),
-        "metadata": limited(as_text(rollout.metadata), MOST_VALUE),
+        "metadata": limited(rollout.metadata, MOST_VALUE),
     }
 
 
@@ -267,12 +266,12 @@ def attempt_json(attempt: Attempt) -> Json:
     metadata = cast(Json, found.pop("metadata"))
     error: Any = metadata.get("error")
     if isinstance(error, dict):
-        error = {name: limited(as_text(error.get(name) or "")) for name in ("type", "message", "traceback")}
-    output = limited(as_text(metadata["output"])) if "output" in metadata else None
+        error = {name: limited(error.get(name) or "") for name in ("type", "message", "traceback")}
+    output = limited(metadata["output"]) if "output" in metadata else None
     return {**found, "error": error if isinstance(error, dict) else None, "output": output}
 
 
-PLAIN: Final = ("span_id", "parent_id", "sequence_id", "name", "start_time", "end_time")
+PLAIN = ("span_id", "parent_id", "sequence_id", "name", "start_time", "end_time")
 
 
 def span_json(span: Span) -> Json:
@@ -295,7 +294,7 @@ def _value(name: str, value: Any) -> Any:
         return f"[{len(value)} characters of compressed numbers]"
     if name in names.TOKEN_ATTRIBUTES and isinstance(value, list):
         return f"[{len(cast('list[Any]', value))} numbers]"
-    return value if isinstance(value, int | float | bool) or value is None else limited(as_text(value), MOST_VALUE)
+    return value if isinstance(value, int | float | bool) or value is None else limited(value, MOST_VALUE)
 
 
 def _short(attributes: Mapping[str, Any]) -> Json:
@@ -309,9 +308,9 @@ def _short(attributes: Mapping[str, Any]) -> Json:
 # are recorded the ratio of new to old (`run.token_ratios`) and the likeliest tokens (`gateway.record_top_logprobs`).
 
 
-MOST_PROMPT: Final = 4000
+MOST_PROMPT = 4000
 """Tokens of a prompt that are sent, the last ones."""
-MOST_SAMPLED: Final = 40_000
+MOST_SAMPLED = 40_000
 """Sampled tokens of a rollout that are sent; those of further calls are left out, which the call says."""
 Tokens = list[int]
 
@@ -353,7 +352,7 @@ def stream_of(spans: Sequence[Span], facts: TokenFacts) -> list[Json]:
             **call_facts(span, facts.updates),
             "name": span.name,
             "finish": as_text(reasons[0]) if isinstance(reasons, list) and reasons else None,
-            "error": limited(as_text(error)) if failed else None,
+            "error": limited(error) if failed else None,
             "drift": attributes.get(names.DRIFT_REASON) if attributes.get(names.DRIFT) else None,
             "starts": not said,
             "messages": [message_json(each) for each in request[said:]],
@@ -401,7 +400,7 @@ def _tool_result(result: Any, step: Step | None = None) -> Json:
     failed = (step is not None and step.error is not None) or tells_failure(result)
     return {
         "name": step and step.name,
-        "text": limited(as_text(result)),
+        "text": limited(result),
         "failed": failed,
         "span_id": step and step.span_id,
     }

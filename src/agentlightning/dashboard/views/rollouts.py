@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import attrgetter, itemgetter
-from typing import Any, Final, get_args
+from typing import Any, get_args
 
 from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, group_of, grouped, limited
 from agentlightning.dashboard.data.run_data import RunData
@@ -26,17 +26,17 @@ from agentlightning.util.json_values import Json
 # sorted by what it has in order (creation, state, id); everything else sorts the rollouts of one step or group.
 
 
-MOST_SCANNED: Final = 3000
+MOST_SCANNED = 3000
 """Rollouts that are read for one page."""
-CHUNK: Final = 200
-MOST_COUNTED: Final = 100_000
+CHUNK = 200
+MOST_COUNTED = 100_000
 """Rollouts of a store that are counted one by one where the store does not keep their number."""
-MOST_NEWER: Final = 100
+MOST_NEWER = 100
 """Newer rollouts that are counted."""
-MOST_ROWS: Final = 500
-CREATED: Final = "created"
-BY_STORE: Final = (CREATED, "status", "rollout_id")
-BY_SUMMARY: Final = (
+MOST_ROWS = 500
+CREATED = "created"
+BY_STORE = (CREATED, "status", "rollout_id")
+BY_SUMMARY = (
     "reward_number",
     "seconds",
     "calls",
@@ -48,7 +48,7 @@ BY_SUMMARY: Final = (
     "mode",
     "queue",
 )
-SORTS: Final = (*BY_STORE, *BY_SUMMARY)
+SORTS = (*BY_STORE, *BY_SUMMARY)
 
 
 class Table:
@@ -234,18 +234,16 @@ def _stem(group: str) -> str:
 async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
     """The rollouts that a step was given, those that failed or were rejected included, by the audit log and their
     groups; without an audit log those that were started for the turn of the step."""
-    files, run_id = run.run(), run.run_id
-    learned = files.learned_by(step)
+    learned, turns = run.run().learned_by(step), f"{run.run_id}-train-"
+    own = f"{turns}{step:06d}"
     if learned is None:
-        return await run.store.query_rollouts(rollout_id_contains=f"{run_id}-train-{step:06d}")
-    known = await run.by_ids(learned)
-    groups = {group_of(each) for each in known}
-    stems = sorted({group[: group.rfind("-")] for group in groups if group.startswith(f"{run_id}-train-")})
-    found = {each.rollout_id: each for each in known}
+        return await run.store.query_rollouts(rollout_id_contains=own)
+    found = {each.rollout_id: each for each in await run.by_ids(learned)}
+    groups = {group_of(each) for each in found.values()}
+    stems = sorted({group[: group.rfind("-")] for group in groups if group.startswith(turns)})
     for stem in stems[:8]:
         for each in await run.store.query_rollouts(rollout_id_contains=stem):
-            alone = stems == [f"{run_id}-train-{step:06d}"]
-            if alone or group_of(each) in groups:
+            if stems == [own] or group_of(each) in groups:
                 found.setdefault(each.rollout_id, each)
     return list(found.values())
 
@@ -253,9 +251,9 @@ async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-MOST_OF_TASK: Final = 20_000
+MOST_OF_TASK = 20_000
 """Rollouts that are looked through for those of one task, the newest."""
-PAGE_OF_TASK: Final = 1000
+PAGE_OF_TASK = 1000
 
 
 async def list_rollouts(run: RunData, query: Query) -> Json:
@@ -349,7 +347,7 @@ async def show_task(run: RunData, query: Query) -> Json:
     rows = await run.summaries.of(found[::-1])
     return {
         "task_key": key,
-        "task": limited(as_text(found[-1].input)),
+        "task": limited(found[-1].input),
         "scanned": scanned,
         "complete": complete,
         "versions": by_version(rows),
@@ -375,7 +373,7 @@ def by_version(rows: Iterable[RolloutSummary]) -> list[Json]:
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
-MOST_FAILED: Final = 1000
+MOST_FAILED = 1000
 """Failed rollouts that are read, the newest."""
 
 

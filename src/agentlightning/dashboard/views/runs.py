@@ -8,10 +8,12 @@ import difflib
 import math
 import re
 import statistics
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -41,88 +43,33 @@ from agentlightning.util.json_values import Json
 
 
 T = TypeVar("T")
-MOST_POINTS: Final = 2000
-"""Steps that are sent; of more, the last of each interval."""
+MOST_POINTS = 2000
+"""Steps that are sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Metrics that are drawn together."""
-
-    name: str
-    title: str
-    metrics: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Name of a metric -> its label."""
-    others: str = ""
-    """All metrics whose whole names match this pattern belong to it, too; the group is the label."""
-    unit: str = ""
-    spread: str = ""
-    """The metric by which a band lies on both sides of the first one."""
-    log: bool = False
-
-
-CHARTS: Final = (
-    Chart("reward", "Reward of the step", {"reward": "mean"}, spread="reward_std"),
-    Chart("validation", "Validation reward", others="validation_(.+)"),
-    Chart("dimensions", "Reward by dimension", others="(?:reward_of|air)_(.+)"),
-    Chart("entropy", "Entropy", {"entropy": "of the trained tokens", "sampling_entropy": "as sampled"}, unit="nats"),
-    Chart(
-        "kl",
-        "Divergence",
-        {"approx_kl": "sampled from trained", "ref_kl": "from the reference", "mismatch_kl": "sampler and trainer"},
-        unit="nats a token",
-    ),
-    Chart("gradient", "Gradient norm", {"grad_norm": "before clipping"}, log=True),
-    Chart("clip", "Clipped tokens", {"clip_fraction": "share"}),
-    Chart("length", "Response length", {"response_tokens": "tokens of a rollout"}, unit="tokens"),
-    Chart("truncated", "Truncated, repeated", {"truncated": "truncated calls", "repeated_ngrams": "repeated n-grams"}),
-    Chart("staleness", "Staleness", {"staleness": "mean", "staleness_max": "highest"}, unit="updates"),
-    Chart(
-        "groups",
-        "Groups without spread",
-        {
-            "groups_without_spread": "all",
-            "groups_failed": "all failed",
-            "groups_solved": "all solved",
-            "groups_repeated": "repeated outputs",
-            "groups_certain": "certain outputs",
-            "groups_constant": "constant reward",
-        },
-        unit="groups",
-    ),
-    Chart(
-        "failures",
-        "Rollouts not learned from",
-        {"failed": "failed", "timeouts": "timed out"},
-        others="rejected_(.+)",
-        unit="rollouts",
-    ),
-    Chart("seconds", "Seconds by phase", others="(.+)_seconds", unit="s"),
-    Chart("speed", "Sampling speed", {"tokens_per_second": "tokens a second"}, unit="tokens/s"),
-    Chart("loss", "Loss", {"loss": "loss"}),
-    Chart("lr", "Learning rate", {"lr": "learning rate"}),
-    Chart("guard", "Reward guard", others="guard_(.+)"),
-)
-HIDDEN: Final = frozenset({"step", "revision"})
+PLAIN: Json = {"metrics": {}, "others": "", "unit": "", "spread": "", "log": False}
+CHARTS: list[Json] = [
+    PLAIN | each for each in tomllib.loads((Path(__file__).parents[1] / "charts.toml").read_text())["chart"]
+]
 
 
 def charts_of(metrics: Sequence[Mapping[str, Any]]) -> Json:
     """The charts that have a number, whether it is the same at all steps, and the metrics that are in none of them."""
     rows = thinned(metrics)
     names = list(dict.fromkeys(name for row in metrics for name, value in row.items() if number_of(value) is not None))
-    used: set[str] = set(HIDDEN)
+    used = {"step", "revision"}
     found: list[Json] = []
     for chart in CHARTS:
-        labels = {name: label for name, label in chart.metrics.items() if name in names}
-        matches = [match for name in names if (match := re.fullmatch(chart.others, name))]
+        labels = {name: label for name, label in chart["metrics"].items() if name in names}
+        matches = [match for name in names if (match := re.fullmatch(chart["others"], name))]
         labels |= {match[0]: match[1].replace("_", " ") for match in matches}
         series = [_series(rows, name, label) for name, label in labels.items()]
         known = [[value for value in each["values"] if value is not None] for each in series]
         if any(known):
-            used |= {*labels, chart.spread}
+            used |= {*labels, chart["spread"]}
             constant = any(len(own) > 1 for own in known) and all(len(set(own)) < 2 for own in known)
-            band = _band(series[0]["values"], _series(rows, chart.spread, "")["values"])
-            found.append({**asdict(chart), "series": series, "band": band, "constant": constant})
+            band = _band(series[0]["values"], _series(rows, chart["spread"], "")["values"])
+            found.append(chart | {"series": series, "band": band, "constant": constant})
     others = [name for name in names if name not in used]
     return {
         "steps": [row.get("step") for row in rows],
@@ -139,9 +86,9 @@ def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> Json:
 def _band(values: Sequence[float | None], widths: Sequence[float | None]) -> Json | None:
     if not any(width is not None for width in widths):
         return None
-    pairs = [(None, None) if m is None or w is None else (m - w, m + w) for m, w in zip(values, widths, strict=True)]
-    label = "± standard deviation within a group"
-    return {"label": label, "low": [low for low, _ in pairs], "high": [high for _, high in pairs]}
+    pairs = [*zip(values, widths, strict=True)]
+    low, high = ([None if m is None or w is None else m + sign * w for m, w in pairs] for sign in (-1, 1))
+    return {"label": "± standard deviation within a group", "low": low, "high": high}
 
 
 def number_of(value: Any) -> float | None:
@@ -150,16 +97,16 @@ def number_of(value: Any) -> float | None:
     return value if usable else None
 
 
-def thinned(steps: Sequence[T]) -> list[T]:
-    """At most MOST_POINTS of them, the last one included."""
-    stride = max(1, math.ceil(len(steps) / MOST_POINTS))
-    return [*steps[len(steps) - 1 :: -stride]][::-1]
+def thinned(values: Sequence[T], most: int = MOST_POINTS) -> Sequence[T]:
+    """At most so many of them, the first and the last one included."""
+    last = len(values) - 1
+    return values if last < most else [values[round(place * last / (most - 1))] for place in range(most)]
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-WINDOW: Final = 5
+WINDOW = 5
 """Steps that the reward at the start and the reward now are means of."""
 
 
@@ -334,10 +281,10 @@ def _checkpoints(files: RunFiles, state: RunState) -> list[Json]:
 # -- several runs -----------------------------------------------------------------------------------------------------
 
 
-MOST_RUNS: Final = 24
-MOST_TASKS: Final = 100
+MOST_RUNS = 24
+MOST_TASKS = 100
 """Tasks that are listed as won, and as lost."""
-METRICS: Final = (
+METRICS = (
     "reward",
     "validation_greedy",
     "validation_sampled",
@@ -448,10 +395,10 @@ def _mode(rows: Sequence[tuple[float | None, float | None, Any]]) -> Json:
 # measuring rollouts, as far as the store still has them.
 
 
-SETS: Final = ("held_out", "validation")
-MOST_MEASUREMENTS: Final = 12
+SETS = ("held_out", "validation")
+MOST_MEASUREMENTS = 12
 """Measurements in the table of tasks; of more, the first, the last and some between."""
-MOST_OF_SET: Final = 500
+MOST_OF_SET = 500
 """Tasks in the table, those that changed most first."""
 Points = Mapping[str, Sequence[RolloutSummary]]
 """Label of a measurement -> its rollouts."""
@@ -467,16 +414,16 @@ async def list_tasks(run: RunData, query: Query) -> Json:
     steps = _steps(files)
     chosen = query.choice("set", SETS)
     if chosen is None:
-        return {"modes": {mode: found for mode, own in steps.items() if (found := await _means(run, own))}}
+        points = {mode: await _points(run, own) for mode, own in steps.items()}
+        return {"modes": {mode: found for mode, own in points.items() if (found := _means(own))}}
     names = [*dict.fromkeys([*held_out_modes(files.state()), *steps])]
     mode = query.choice("mode", names, next(iter(names), None))
     held_out = {} if mode is None else _held_out(files, mode)
-    wanted = held_out if chosen == "held_out" else _thinned(steps.get(str(mode), {}))
+    wanted = held_out if chosen == "held_out" else dict(thinned([*steps.get(str(mode), {}).items()], MOST_MEASUREMENTS))
     return {"set": chosen, "mode": mode, "names": names, **_by_task(await _points(run, wanted))}
 
 
-async def _means(run: RunData, steps: Names) -> list[Json]:
-    points = await _points(run, steps)
+def _means(points: Points) -> list[Json]:
     return [{"step": int(label), **found} for label, rows in points.items() if (found := mean_of(rows)) is not None]
 
 
@@ -513,13 +460,6 @@ async def _points(run: RunData, wanted: Names) -> dict[str, list[RolloutSummary]
     return found
 
 
-def _thinned(steps: Names) -> Names:
-    if len(steps) <= MOST_MEASUREMENTS:
-        return steps
-    kept = {round(place * (len(steps) - 1) / (MOST_MEASUREMENTS - 1)) for place in range(MOST_MEASUREMENTS)}
-    return {step: name for place, (step, name) in enumerate(steps.items()) if place in kept}
-
-
 def _by_task(points: Points) -> Json:
     """Each task through the measurements, and the last compared with the first, as the gain of a run's result is
     computed, with the tasks won and lost."""
@@ -531,9 +471,14 @@ def _by_task(points: Points) -> Json:
             first, last = ([each["cells"][place]["mean"] for each in found] for place in (0, -1))
             gain, error = paired_gain(first, last), ""
             changes = [each["change"] for each in found if each["change"] is not None]
-            better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-            counts = {"tasks": len(changes), "better": better, "worse": worse, "left_out": len(found) - len(changes)}
-            result = {"gain": gain.gain, "interval": gain.interval, **counts}
+            result = {
+                "gain": gain.gain,
+                "interval": gain.interval,
+                "tasks": len(changes),
+                "better": sum(change > 0 for change in changes),
+                "worse": sum(change < 0 for change in changes),
+                "left_out": len(found) - len(changes),
+            }
         except RewardError as problem:
             error = str(problem)
     found.sort(key=lambda each: (each["change"] is None, -abs(each["change"] or 0.0), each["change"] or 0.0))
@@ -557,8 +502,8 @@ def _task(key: str, measurements: Sequence[Sequence[RolloutSummary]]) -> Json:
 # -- prompts and weights ----------------------------------------------------------------------------------------------
 
 
-PAGE: Final = 50
-MOST_LINES: Final = 2000
+PAGE = 50
+MOST_LINES = 2000
 
 
 async def list_resources(run: RunData, query: Query) -> Json:
@@ -642,22 +587,28 @@ def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> Json:
 # -- a prompt search --------------------------------------------------------------------------------------------------
 
 
-TRIAL: Final = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$)")
+TRIAL = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$)")
 """In the id of a rollout: a digest of the candidate's texts, and the tasks that it was tried on."""
 
 
+@dataclass
 class Candidate:
     """The texts of a candidate, and its rollouts."""
 
-    def __init__(self, number: int, at: int, prompts: Mapping[str, PromptTemplate], parent: Candidate | None) -> None:
-        self.number, self.at, self.prompts = number, at, prompts
-        """`at`: the evaluation of the search that was its first."""
-        self.texts = {name: each.template for name, each in prompts.items()}
-        self.rows: dict[str, list[RolloutSummary]] = {"train": [], "validation": []}
-        self.parent = parent
-        """The one that it was made from. None: the first of a search, or not known."""
-        self.led = False
-        """Whether it is the result, or came before it."""
+    number: int
+    at: int
+    """The evaluation of the search that was its first."""
+    prompts: Mapping[str, PromptTemplate]
+    parent: Candidate | None
+    """The one that it was made from. None: the first of a search, or not known."""
+    led: bool = False
+    """Whether it is the result, or came before it."""
+    train: list[RolloutSummary] = field(default_factory=list[RolloutSummary])
+    validation: list[RolloutSummary] = field(default_factory=list[RolloutSummary])
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {name: each.template for name, each in self.prompts.items()}
 
     def as_json(self, result: Mapping[str, str]) -> Json:
         return {
@@ -666,8 +617,9 @@ class Candidate:
             "parent": self.parent and self.parent.number,
             "led": self.led,
             "texts": self.texts,
-            **{split: mean_of(rows) for split, rows in self.rows.items()},
-            "tokens": sum(row.prompt_tokens + row.sampled_tokens for row in chain(*self.rows.values())),
+            "train": mean_of(self.train),
+            "validation": mean_of(self.validation),
+            "tokens": sum(row.prompt_tokens + row.sampled_tokens for row in chain(self.train, self.validation)),
             "changed": changed_prompts(self.parent.prompts if self.parent else {}, self.prompts),
             "result": self.texts == result,
         }
@@ -694,7 +646,7 @@ def _candidates(
         named, own = TRIAL.search(row.rollout_id), prompts.get(row.resources_id or "")
         if named is not None and own is not None:
             new = Candidate(len(found), at, own, found.get(parent))
-            found.setdefault(named[1], new).rows[named[2]].append(row)
+            getattr(found.setdefault(named[1], new), named[2]).append(row)
     every = list(found.values())
     best = next((each for each in every if each.texts == result), None)
     while best is not None:

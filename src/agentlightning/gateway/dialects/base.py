@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
+import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, cast
 
 import jsonschema_rs
 import orjson
 
 from agentlightning.chat.base import Message
-from agentlightning.engine.base import RANGES, Engine, SamplingParams, out_of_range
+from agentlightning.engine.base import RANGES, SamplingParams, out_of_range
 from agentlightning.errors import AgentLightningError
-from agentlightning.gateway.answer import Answer, Event, ProviderResponse, Usage, object_of
+from agentlightning.gateway.answer import NOT_JSON, Answer, Event, ProviderResponse, Usage, json_of, object_of
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.gateway.http import parse
@@ -33,8 +35,6 @@ from agentlightning.util.json_values import Json, dumps, loads
 
 ApiPath = Literal["chat/completions", "completions", "responses", "embeddings", "messages"]
 """Paths of the API that are model calls."""
-Body = bytes | Json
-"""The body of a request, as received or parsed."""
 
 
 # -- constraints on the answer -----------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ Verdict = Literal["enforced", "checked", "violated"]
 Check = Callable[[str], bool]
 """Whether a text meets a constraint."""
 
-NO_PARAMETERS: Final[Json] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_SCHEMA_BYTES: Final = 120_000
 """Limit in bytes for a JSON schema: compiling one holds the interpreter lock. OpenAI has the same limit."""
 _MATCHING: Final = jsonschema_rs.FancyRegexOptions(backtrack_limit=100_000)
@@ -86,48 +86,38 @@ class Constraint:
     """The only tools that may be called; None: any."""
     single_tool_call: bool = False
     """At most one tool call."""
-    arguments: Mapping[str, Check] = field(default_factory=dict[str, Check])
+    arguments: Mapping[str, Check] = field(default_factory=dict)
     """The checks of strict tools, by name."""
     content: OutputSchema | None = None
     content_field: str = "response_format"
     """The field of the request that sets `content`."""
 
     def __bool__(self) -> bool:
-        return bool(
-            self.requires_tool_call or self.names is not None or self.single_tool_call or self.arguments or self.content
-        )
+        return self.can_be_violated()
+
+    def can_be_violated(self, stops_after_call: bool = False) -> bool:
+        """Whether there are answers that violate it; with `stops_after_call`, of those that end with their first tool
+        call."""
+        others = self.requires_tool_call or self.names is not None or self.arguments or self.content
+        return bool(others) or (self.single_tool_call and not stops_after_call)
 
     def evaluate(self, answer: Answer) -> tuple[Verdict, list[str]]:
         """(verdict, fields of the request that the answer violates)."""
-        failed = [name for name, holds in self._checks(answer) if not holds]
-        if failed:
+        calls, names, strict = answer.tool_calls, self.names, self.arguments
+        holds = {
+            "tool_choice": (calls or not self.requires_tool_call)
+            and all(names is None or call.name in names for call in calls),
+            "parallel_tool_calls": not self.single_tool_call or len(calls) <= 1,
+            "tools": all(strict[call.name](call.arguments) for call in calls if call.name in strict),
+            self.content_field: calls or self.content is None or self.content.check(answer.prefill + answer.content),
+        }
+        if failed := [name for name, is_met in holds.items() if not is_met]:
             return "violated", failed
-        free = self.requires_tool_call or self.names is not None or self.arguments or self.content is not None
-        free = free or (self.single_tool_call and not answer.stops_after_tool_call)
-        return ("checked" if free and not answer.is_constrained else "enforced"), failed
-
-    def _checks(self, answer: Answer) -> list[tuple[str, bool]]:
-        calls = answer.tool_calls
-        chosen = (calls or not self.requires_tool_call) and all(
-            self.names is None or call.name in self.names for call in calls
-        )
-        strict = all(self.arguments[call.name](call.arguments) for call in calls if call.name in self.arguments)
-        return [
-            ("tool_choice", bool(chosen)),
-            ("parallel_tool_calls", not self.single_tool_call or len(calls) <= 1),
-            ("tools", strict),
-            (
-                self.content_field,
-                bool(calls) or self.content is None or self.content.check(answer.prefill + answer.content),
-            ),
-        ]
+        is_free = self.can_be_violated(answer.stops_after_tool_call) and not answer.is_constrained
+        return "checked" if is_free else "enforced", []
 
 
-def _is_object(text: str) -> bool:
-    return isinstance(_parse(text), dict)
-
-
-JSON_OBJECT: Final = OutputSchema('{"type":"object"}', _is_object)
+JSON_OBJECT: Final = OutputSchema('{"type":"object"}', lambda text: isinstance(json_of(text), dict))
 """Any JSON object."""
 
 
@@ -146,8 +136,8 @@ def json_schema(where: str, schema: Any) -> OutputSchema:
         raise bad_request(where, f"{where} is no JSON schema that can be checked: {reason}") from None
 
     def check(text: str) -> bool:
-        value = _parse(text)
-        return value is not _NOT_JSON and valid(value)
+        value = json_of(text)
+        return value is not NOT_JSON and valid(value)
 
     return OutputSchema(written, check)
 
@@ -156,16 +146,6 @@ def json_schema(where: str, schema: Any) -> OutputSchema:
 def _validator(schema: bytes) -> jsonschema_rs.Validator:
     """Cached, since agents send the same schema with every call. References to other documents are never fetched."""
     return jsonschema_rs.validator_for(loads(schema), offline=True, pattern_options=_MATCHING)
-
-
-_NOT_JSON: Final = object()
-
-
-def _parse(text: str) -> Any:
-    try:
-        return loads(text)
-    except orjson.JSONDecodeError:
-        return _NOT_JSON
 
 
 def strict_arguments(tools: Sequence[Json] | None) -> dict[str, Check]:
@@ -187,7 +167,7 @@ class Request:
 
     model: str | None
     params: SamplingParams
-    messages: list[Message] = field(default_factory=list[Message])
+    messages: list[Message] = field(default_factory=list)
     """The conversation; empty if the request has `prompts`."""
     prompts: tuple[str | list[int], ...] = ()
     """Raw prompts, as text or as token ids, each of which gets `n` answers."""
@@ -215,25 +195,22 @@ class Request:
     """The request as received."""
 
 
-@dataclass(slots=True)
-class ReplyMetadata:
-    """What the header of a reply says, before its first token."""
+@dataclass
+class ReplyWriter:
+    """Writes the reply to one request: either `body`, or `more` with the events as they come, and then `end`."""
 
+    request: Request
     id: str
     model: str
     created: int
     """Seconds since the epoch."""
-    usage: Usage = Usage()  # noqa: RUF009 - it is frozen
+    usage: Usage
     """Of all prompts, each counted once. A provider reports it at the end of its answer. `num_output_tokens` tells the
     output."""
+    _is_open = False
 
-
-class ReplyWriter:
-    """Writes the reply to one request: either `body`, or `more` with the events as they come, and then `end`."""
-
-    def __init__(self, request: Request, head: ReplyMetadata) -> None:
-        self.request, self.head = request, head
-        self._is_open = False
+    def __post_init__(self) -> None:
+        """Where a dialect has state of its own, it is made here."""
 
     def more(self, answers: Sequence[Answer], events: Sequence[tuple[Answer, Event]] = ()) -> bytes:
         """More of a stream, from its start on."""
@@ -267,11 +244,20 @@ class ReplyWriter:
 class ReadRequest(Protocol):
     """Reads a request."""
 
-    def __call__(self, body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
+    def __call__(self, data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
         """Thread-safe. With `attachments`, images and files become parts of the messages (`content_parts`); otherwise
-        they are rejected. Raises ApiError 400, naming the field, for a body that is no request or asks for what is not
-        supported."""
+        they are rejected. Raises ApiError 400, naming the field, for an object that is no request or asks for what is
+        not supported."""
         ...
+
+
+def _error_body(api_error: ApiError) -> bytes:
+    return dumps({"error": api_error.error_object()})
+
+
+def _error_event(api_error: ApiError) -> bytes:
+    """The official SDK raises APIError on it."""
+    return encode_event({"error": api_error.error_object()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,18 +266,24 @@ class Dialect:
 
     id_prefix: str
     """Prefix of the ids of replies."""
-    call_prefix: str
-    """Prefix of the ids of tool calls."""
     read: ReadRequest
     reply: type[ReplyWriter]
     response: type[ProviderResponse]
     """Reads what a provider answers."""
-    error_body: Callable[[ApiError], bytes]
+    operation: str = "chat"
+    """OpenTelemetry's name for the operation."""
+    call_prefix: str = "call_"
+    """Prefix of the ids of tool calls."""
+    error_body: Callable[[ApiError], bytes] = _error_body
     """The body of an error reply."""
-    error_event: Callable[[ApiError], bytes]
+    error_event: Callable[[ApiError], bytes] = _error_event
     """An error in the middle of a stream."""
     ping: bytes = b": keep-alive\n\n"
     """What is sent while a stream is silent; the official SDKs skip it."""
+
+    def new_reply(self, request: Request, model: str, usage: Usage) -> ReplyWriter:
+        """Begins the reply to a request that `model` answers, with an id of its own."""
+        return self.reply(request, self.id_prefix + secrets.token_hex(12), model, int(time.time()), usage)
 
 
 def num_output_tokens(answers: Sequence[Answer]) -> int:
@@ -304,15 +296,23 @@ def num_output_tokens(answers: Sequence[Answer]) -> int:
 MAX_TOP_LOGPROBS: Final = 20
 
 
-def read_json(body: Body) -> Json:
-    """The body as a JSON object, parsed unless it is one already. Raises ApiError 400 if it is none."""
+def read_json(body: bytes) -> Json:
+    """The body as a JSON object. Raises ApiError 400 if it is none."""
     try:
-        data = body if isinstance(body, dict) else parse(body)
+        data = parse(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise ApiError(400, f"the body is a JSON {type(data).__name__}, not an object", code="invalid_json")
     return data
+
+
+def given_messages(data: Json) -> list[Any]:
+    """The messages of a request, at least one."""
+    messages = data.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages", "messages must be a list with at least one message")
+    return cast("list[Any]", messages)
 
 
 def reject_unsupported(data: Json, fields: Mapping[str, tuple[Any, ...]]) -> None:
@@ -375,7 +375,7 @@ def sampling_params(data: Json, readers: Readers, base: SamplingParams, source: 
             values[target] = read(data[name])
         except (TypeError, ValueError) as error:
             raise bad_request(name, f"{source} sets {name}={shorten(data[name])}; {error}") from None
-    return replace(base, **values)
+    return replace(base, **values) if values else base
 
 
 def read_shared(
@@ -411,12 +411,6 @@ def apply_resource_params(params: SamplingParams, resource: str, forced: Json) -
     return sampling_params(forced, OPENAI_PARAMS, params, f"the LLM resource {resource!r}")
 
 
-def refuse_unsupported(engine: Engine, params: SamplingParams) -> None:
-    """Raises ApiError 400, naming the field, for parameters that the engine would ignore."""
-    for name in params.unsupported(engine.supported_params):
-        raise bad_request(name, f"{name} cannot be honoured by what serves {engine.model}; leave it out")
-
-
 def _within(name: str) -> tuple[str, Callable[[Any], float]]:
     def read(value: Any) -> float:
         if remedy := out_of_range(name, value):
@@ -444,8 +438,13 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), read(bias)) for token, bias in value.items())
 
 
+def is_token_list(value: Any) -> bool:
+    """Whether it is a list of token ids."""
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
 def _token_ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+    if not is_token_list(value):
         raise ValueError("use a list of token ids")
     return tuple(value)
 
@@ -456,11 +455,11 @@ def _flag(value: Any) -> bool:
     return value
 
 
-SHARED_PARAMS: Final[Readers] = {
+SHARED_PARAMS: Final = {
     **{name: _within(name) for name in ("temperature", "top_p", "max_tokens")},
     "top_k": ("top_k", _top_k),
 }
-OPENAI_PARAMS: Final[Readers] = {
+OPENAI_PARAMS: Final = {
     **SHARED_PARAMS,
     **{name: _within(name) for name in RANGES if name not in (*SHARED_PARAMS, "logit_bias")},
     "max_completion_tokens": _within("max_tokens"),
@@ -469,10 +468,10 @@ OPENAI_PARAMS: Final[Readers] = {
     "stop_token_ids": ("stop_token_ids", _token_ids),
     "ignore_eos": ("ignore_eos", _flag),
 }
-MESSAGES_PARAMS: Final[Readers] = {**SHARED_PARAMS, "stop_sequences": ("stop", _stop)}
-RESPONSES_PARAMS: Final[Readers] = {**OPENAI_PARAMS, "max_output_tokens": _within("max_tokens")}
+MESSAGES_PARAMS: Final = {**SHARED_PARAMS, "stop_sequences": ("stop", _stop)}
+RESPONSES_PARAMS: Final = {**OPENAI_PARAMS, "max_output_tokens": _within("max_tokens")}
 
-OPENAI_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+OPENAI_UNSUPPORTED: Final = {
     "length_penalty": (1,),
     "typical_p": (1,),
     "bad_words": ([],),
@@ -574,8 +573,8 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
         return None
     if kind == "json_object":
         return JSON_OBJECT
-    details = value.get("json_schema") if kind == "json_schema" and nested else value
-    if kind == "json_schema" and isinstance(details, dict):
+    details = (value.get(kind) if nested else value) if kind == "json_schema" else None
+    if isinstance(details, dict):
         known = {
             key: details[key] for key in ("name", "schema", "strict", "description") if details.get(key) is not None
         }
@@ -588,6 +587,11 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
 
 VLLM_FORMAT_FIELDS = ("structured_outputs", "guided_json")
 """vLLM's fields for the format of the content."""
+FORMAT_UNSUPPORTED: Final = {
+    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
+    "chat_template_kwargs": ({},),
+}
+"""Fields that only our own engines support, and only in chat completions, for `reject_unsupported`."""
 
 
 def content_format(data: Json) -> tuple[OutputSchema | None, str]:
@@ -602,15 +606,7 @@ def content_format(data: Json) -> tuple[OutputSchema | None, str]:
     name, schema = ("guided_json", guided) if guided is not None else ("structured_outputs", details.get("json"))
     if schema is None:
         return JSON_OBJECT, name
-    return json_schema(f"{name}.json", _parsed(schema)), name
-
-
-def _parsed(schema: Any) -> Any:
-    """The schema, which may come as JSON text."""
-    try:
-        return loads(schema) if isinstance(schema, str) else schema
-    except orjson.JSONDecodeError:
-        return schema
+    return json_schema(f"{name}.json", json_of(schema) if isinstance(schema, str) else schema), name
 
 
 # -- server-sent events ------------------------------------------------------------------------------------------------
@@ -632,8 +628,6 @@ class EventTooLongError(AgentLightningError):
 
 class SSEDecoder:
     """Splits the bytes of a stream into events, in time linear in the bytes however they are chunked."""
-
-    __slots__ = ("_buffer", "_has_cr", "_limit", "_searched")
 
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit
@@ -699,40 +693,7 @@ def loads_tolerantly(data: bytes) -> Any:
         if b"\\u" not in data:
             raise
     try:
-        text = json.dumps(json.loads(data, parse_constant=_reject), ensure_ascii=False)
+        text = json.dumps(json.loads(data), ensure_ascii=False, allow_nan=False)
         return loads(valid_text(text).encode())
     except RecursionError:
         raise ValueError("JSON that is nested too deep") from None
-
-
-def _reject(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
-def error_body(api_error: ApiError) -> bytes:
-    """The body of an error reply."""
-    return dumps({"error": api_error.error_object()})
-
-
-def error_event(api_error: ApiError) -> bytes:
-    """An error in the middle of a stream, on which the official SDK raises APIError."""
-    return encode_event({"error": api_error.error_object()})
-
-
-def include_usage(data: Json) -> bool:
-    """Whether a stream ends with an extra chunk that has the usage and no choice. Raises ApiError 400 for an invalid
-    option."""
-    wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
-    return bool(require_type("stream_options.include_usage", wanted, bool)) if wanted is not None else False
-
-
-def end_of_stream(chunks: Sequence[Json], usage: Json, *, apart: bool) -> bytes:
-    """The last chunks of a stream. The usage gets a chunk of its own (`apart`) only if that was asked for, since a
-    plain loop over `chunk.choices[0]` fails on it. Otherwise it is part of the last chunk with a choice, since some
-    frameworks count tokens by it."""
-    *others, last = chunks
-    final = [last, {**last, "choices": [], "usage": usage}] if apart else [{**last, "usage": usage}]
-    return b"".join(map(encode_event, [*others, *final])) + DONE

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, groupby
-from typing import Any, Final, NoReturn, cast
+from typing import Annotated, Any, Final, NoReturn, cast
+
+from msgspec import Meta, Struct, ValidationError, convert
 
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message
@@ -29,25 +31,23 @@ from agentlightning.gateway.answer import (
     object_of,
 )
 from agentlightning.gateway.dialects.base import (
+    DONE,
+    FORMAT_UNSUPPORTED,
     OPENAI_PARAMS,
     OPENAI_UNSUPPORTED,
     VLLM_FORMAT_FIELDS,
-    Body,
     Dialect,
-    ReplyMetadata,
     ReplyWriter,
     Request,
     content_format,
     encode_event,
-    end_of_stream,
-    error_body,
-    error_event,
-    include_usage,
+    given_messages,
     integer,
+    is_token_list,
     num_output_tokens,
     optional,
-    read_json,
     read_shared,
+    require_type,
     shorten,
     tool_choice,
     top_logprobs,
@@ -65,13 +65,12 @@ _KNOWN: Final = frozenset(
         *("return_token_ids", "continue_final_message", "add_generation_prompt", *VLLM_FORMAT_FIELDS),
     }
 )
-_TOKEN_FIELDS: Final = frozenset({"return_token_ids"})
-"""Fields that providers of other dialects cannot honour: ignored in a request that is translated."""
+
 _ROLES: Final = ("assistant", "system", "tool", "user")
 _MESSAGE_FIELDS: Final = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"})
 _TEXT_FIELDS: Final = {"text": "text", "refusal": "refusal"}
 
-_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+_UNSUPPORTED: Final = {
     **OPENAI_UNSUPPORTED,
     "best_of": (1,),
     "chat_template": (),
@@ -80,18 +79,16 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-_LOCAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+_LOCAL_ONLY: Final = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "chat_template_kwargs": ({},),
-    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
+    **FORMAT_UNSUPPORTED,
 }
 """Fields that only our own engines support, for `reject_unsupported` in a request that is translated."""
 
 
-def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+def read_request(data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
-    data = read_json(body)
     if data.get("functions"):
         raise bad_request("functions", "functions are not read here; send them as tools")
     logprobs, top = bool(optional(data, "logprobs", bool)), top_logprobs(data)
@@ -102,12 +99,13 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
         data,
         OPENAI_PARAMS,
         SamplingParams(top_logprobs=top, stream_logprobs=logprobs or token_ids),
-        _KNOWN - _TOKEN_FIELDS if attachments else _KNOWN,
+        _KNOWN - {"return_token_ids"} if attachments else _KNOWN,  # providers of other dialects return none
         _UNSUPPORTED | _LOCAL_ONLY if attachments else _UNSUPPORTED,
     )
     request = with_tools(request, lambda tool: tool, *tool_choice(data, nested=True), *content_format(data))
-    include_usage(data)
-    messages, prefill = _split_prefill(data, _messages(data.get("messages"), attachments))
+    _include_usage(data)
+    messages = [_message(index, message, attachments) for index, message in enumerate(given_messages(data))]
+    messages, prefill = _split_prefill(data, messages)
     return replace(
         request,
         messages=messages,
@@ -122,10 +120,11 @@ def read_request(body: Body, recall: ResponseLookup | None = None, attachments: 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _messages(value: Any, attachments: bool) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise bad_request("messages", "messages must be a list with at least one message")
-    return [_message(index, message, attachments) for index, message in enumerate(value)]
+def _include_usage(data: Json) -> bool:
+    """Whether a stream ends with an extra chunk that has the usage and no choice. Raises ApiError 400 for an invalid
+    option."""
+    wanted = (optional(data, "stream_options", dict) or {}).get("include_usage")
+    return wanted is not None and require_type("stream_options.include_usage", wanted, bool)
 
 
 def _split_prefill(data: Json, messages: list[Message]) -> tuple[list[Message], str]:
@@ -180,14 +179,21 @@ class ChatReplyWriter(ReplyWriter):
         return encode_event(self._chunk(self._choice(answer, self._delta(event), answer.next_logprobs)))
 
     def end(self, answers: Sequence[Answer]) -> bytes:
-        closing = [
+        """The usage gets a chunk of its own only if that was asked for, since a plain loop over `chunk.choices[0]`
+        fails on it. Otherwise it is part of the last chunk with a choice, since some frameworks count tokens by it."""
+        chunks = [
             self._chunk(self._choice(answer, self._delta(None), answer.remaining_logprobs, answer.finish_reason))
             for answer in answers
         ]
-        return end_of_stream(closing, self._usage(answers), apart=include_usage(self.request.raw))
+        usage = {"usage": self._usage(answers)}
+        if _include_usage(self.request.raw):
+            chunks.append(chunks[-1] | {"choices": []} | usage)
+        else:
+            chunks[-1] |= usage
+        return b"".join(map(encode_event, chunks)) + DONE
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
-        usage, sampled = self.head.usage, num_output_tokens(answers)
+        usage, sampled = self.usage, num_output_tokens(answers)
         used: Json = {"prompt_tokens": usage.input_tokens, "completion_tokens": sampled}
         used["total_tokens"] = usage.input_tokens + sampled
         used["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
@@ -217,8 +223,8 @@ class ChatReplyWriter(ReplyWriter):
     # -- what completions write in another way -----------------------------------------------------------------------
 
     def _head(self, choices: Sequence[Json], kind: str = "") -> Json:
-        head = {"id": self.head.id, "object": f"chat.completion{kind}", "created": self.head.created}
-        return head | {"model": self.head.model, "choices": choices}
+        head = {"id": self.id, "object": f"chat.completion{kind}", "created": self.created}
+        return head | {"model": self.model, "choices": choices}
 
     def _whole(self, answer: Answer) -> Json:
         return {"message": {**answer.message, "refusal": None}}
@@ -266,7 +272,7 @@ class ChatResponse(ProviderResponse):
         """As one, what follows each other and has nothing but more text of one choice, perhaps with its tokens: most of
         a stream, in a tenth of the time."""
         merged: list[tuple[bytes, Any]] = []
-        for plain, run in groupby(events, lambda each: _plain_choice(each[1])):
+        for plain, run in groupby(events, lambda each: _text_choice(each[1])):
             found = list(run)
             if plain is not None and len(found) > 1:
                 found = [(b"".join([event for event, _ in found]), _merged([data for _, data in found]))]
@@ -330,33 +336,45 @@ class ChatResponse(ProviderResponse):
                 answer.add_reasoning(each.get("text") if isinstance(each, dict) else each)
 
 
-_PLAIN: Final = frozenset({"index", "delta", "finish_reason", "logprobs", "token_ids"})
+class _Text(Struct, forbid_unknown_fields=True):
+    content: str
 
 
-def _plain_choice(chunk: Any) -> tuple[Any, ...] | None:
-    """(index, id, model) of a chunk whose only choice has more text, perhaps with its tokens, and nothing else."""
+class _Logprobs(Struct):
+    content: list[Any]
+
+
+class _TextChoice(Struct, forbid_unknown_fields=True):
+    index: Annotated[int, Meta(ge=0)]
+    delta: _Text
+    finish_reason: None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[Any] | None = None
+
+
+class _TextChunk(Struct):
+    """A chunk whose only choice has more text, perhaps with its tokens, and nothing else."""
+
+    choices: tuple[_TextChoice]
+    id: Any = None
+    model: Any = None
+    usage: None = None
+    error: None = None
+    x_groq: None = None
+    prompt_token_ids: None = None
+
+
+def _text_choice(chunk: Any) -> tuple[Any, ...] | None:
+    """(index, id, model) of a `_TextChunk`; None for any other."""
     try:
-        (choice,) = chunk["choices"]
-        (text,) = choice["delta"].items()
-        logprobs, ids = choice.get("logprobs"), choice.get("token_ids")
-        is_plain = (
-            _PLAIN.issuperset(choice)
-            and text[0] == "content"
-            and type(text[1]) is str
-            and choice.get("finish_reason") is None
-            and type(choice["index"]) is int
-            and choice["index"] >= 0
-            and (logprobs is None or type(logprobs["content"]) is list)
-            and (ids is None or type(ids) is list)
-            and not (chunk.get("usage") or chunk.get("error") or chunk.get("x_groq") or chunk.get("prompt_token_ids"))
-        )
-    except (AttributeError, KeyError, TypeError, ValueError):
+        plain = convert(chunk, _TextChunk)
+    except ValidationError:
         return None
-    return (choice["index"], chunk.get("id"), chunk.get("model")) if is_plain else None
+    return plain.choices[0].index, plain.id, plain.model
 
 
 def _merged(chunks: Sequence[Json]) -> Json:
-    """Plain chunks of one choice as one."""
+    """Text chunks of one choice as one."""
     choices = [chunk["choices"][0] for chunk in chunks]
     logged = [logprobs["content"] for choice in choices if (logprobs := choice.get("logprobs"))]
     ids = [ids for choice in choices if (ids := choice.get("token_ids"))]
@@ -372,17 +390,16 @@ def _merged(chunks: Sequence[Json]) -> Json:
 
 def chat_usage(usage: Json) -> Usage:
     """Of chat completions, or with the names of responses."""
-    prompt, output = (usage.get(_USED[name]) or usage.get(name) for name in _USED)
-    given, thought = _details(usage, "input"), _details(usage, "output").get("reasoning_tokens")
+    prompt, output = (usage.get(f"{old}_tokens") or usage.get(f"{new}_tokens") for old, new in _SIDES)
+    given, spent = (
+        usage.get(f"{old}_tokens_details") or usage.get(f"{new}_tokens_details") or {} for old, new in _SIDES
+    )
     cached = given.get("cached_tokens") or usage.get("cached_tokens")
-    return Usage.counted(prompt, output, cached, given.get("cache_write_tokens"), 0, thought)
+    return Usage.counted(prompt, output, cached, given.get("cache_write_tokens"), 0, spent.get("reasoning_tokens"))
 
 
-_USED: Final = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
-
-
-def _details(usage: Json, side: str) -> Json:
-    return usage.get(f"{_USED[f'{side}_tokens']}_details") or usage.get(f"{side}_tokens_details") or {}
+_SIDES: Final = (("prompt", "input"), ("completion", "output"))
+"""What chat completions and responses call the two sides of a call."""
 
 
 def _add_call(place: int, call: Json, answer: Answer, whole: bool) -> None:
@@ -409,19 +426,16 @@ def _joined(values: list[Any]) -> Any:
     if not all(isinstance(value, list) for value in values):
         return values[-1]
     details: list[Json] = []
-    for piece in [piece for value in values for piece in value]:
-        last = details[-1] if details else {}
-        if not _same_detail(last, piece):
-            details.append(dict(piece))
+    # Pieces of OpenRouter's `reasoning_details` that follow each other belong together, by their type and index.
+    for (kind, _), run in groupby(chain.from_iterable(values), lambda piece: (piece.get("type"), piece.get("index"))):
+        pieces: list[Json] = list(run)
+        if kind == "reasoning.encrypted" or len(pieces) == 1:
+            details += pieces
             continue
-        texts = {name: last.get(name, "") + piece[name] for name in ("text", "summary") if piece.get(name)}
-        last |= {name: value for name, value in piece.items() if value is not None} | texts
+        whole = {name: value for piece in pieces for name, value in piece.items() if value is not None}
+        texts = {name: "".join([piece.get(name) or "" for piece in pieces]) for name in ("text", "summary")}
+        details.append(pieces[0] | whole | {name: text for name, text in texts.items() if text})
     return details
-
-
-def _same_detail(last: Json, piece: Json) -> bool:
-    """Whether two pieces of OpenRouter's `reasoning_details` belong together."""
-    return last.get("type") == piece.get("type") != "reasoning.encrypted" and last.get("index") == piece.get("index")
 
 
 def _add_tokens(choice: Json, answer: Answer) -> None:
@@ -435,15 +449,7 @@ def _add_tokens(choice: Json, answer: Answer) -> None:
     answer.add_tokens(prompt, token_ids, values, entries)
 
 
-CHAT: Final = Dialect(
-    id_prefix="chatcmpl-",
-    call_prefix="call_",
-    read=read_request,
-    reply=ChatReplyWriter,
-    response=ChatResponse,
-    error_body=error_body,
-    error_event=error_event,
-)
+CHAT: Final = Dialect("chatcmpl-", read_request, ChatReplyWriter, ChatResponse)
 
 
 # -- completions -------------------------------------------------------------------------------------------------------
@@ -451,10 +457,9 @@ CHAT: Final = Dialect(
 _COMPLETIONS_KNOWN: Final = frozenset(
     {"model", "prompt", "stream", "stream_options", "n", "logprobs", "user", "return_token_ids"}
 )
-_COMPLETIONS_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+_COMPLETIONS_UNSUPPORTED: Final = {
     **OPENAI_UNSUPPORTED,
-    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
-    "chat_template_kwargs": ({},),
+    **FORMAT_UNSUPPORTED,
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -467,10 +472,9 @@ _DEFAULT: Final = SamplingParams(max_tokens=16)
 _MAX_PROMPTS: Final = 1024
 
 
-def read_completion(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+def read_completion(data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
-    data = read_json(body)
-    include_usage(data)
+    _include_usage(data)
     prompts = _prompts(data.get("prompt"))
     asked = optional(data, "return_token_ids", bool)
     # Whoever sends token ids reads them, too: agents of Agent Lightning 1.0 do so without asking for them.
@@ -488,7 +492,7 @@ def read_completion(body: Body, recall: ResponseLookup | None = None, attachment
 
 
 def _prompts(value: Any) -> tuple[str | list[int], ...]:
-    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    prompts = [value] if _is_prompt(value) else value
     if not isinstance(prompts, list) or not 0 < len(prompts) <= _MAX_PROMPTS or not all(map(_is_prompt, prompts)):
         shapes = f"a text, a list of token ids, or a list of at most {_MAX_PROMPTS} of either, none of them empty"
         raise bad_request("prompt", f"prompt={shorten(value)} must be {shapes}")
@@ -496,16 +500,11 @@ def _prompts(value: Any) -> tuple[str | list[int], ...]:
 
 
 def _is_prompt(value: Any) -> bool:
-    return (isinstance(value, str) and value != "") or _is_tokens(value)
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    return bool(value) and (isinstance(value, str) or is_token_list(value))
 
 
 class CompletionReplyWriter(ChatReplyWriter):
-    def __init__(self, request: Request, head: ReplyMetadata) -> None:
-        super().__init__(request, head)
+    def __post_init__(self) -> None:
         self._offsets: dict[int, int] = {}
         """For each answer, the text offset of its next token."""
         self._with_prompt: set[int] = set()
@@ -541,41 +540,29 @@ class CompletionReplyWriter(ChatReplyWriter):
         return choice
 
     def _logprobs(self, answer: Answer, listed: list[Json]) -> Json:
-        texts = [entry["token"] for entry in listed]
+        texts, tops = [entry["token"] for entry in listed], [entry["top_logprobs"] for entry in listed]
+        # Of two likely tokens with the same text, the likelier one.
+        likeliest = [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops]
         *offsets, self._offsets[answer.index] = accumulate(map(len, texts), initial=self._offsets.get(answer.index, 0))
         return {
             "tokens": texts,
             "token_logprobs": [entry["logprob"] for entry in listed],
-            "top_logprobs": _tops(listed),
+            "top_logprobs": likeliest if any(tops) else None,
             "text_offset": offsets,
         }
 
 
-def _tops(listed: Sequence[Json]) -> list[dict[str, float]] | None:
-    """The likeliest tokens at each place by their text; of two tokens with the same text, the likelier one."""
-    tops = [entry["top_logprobs"] for entry in listed]
-    return [{top["token"]: top["logprob"] for top in reversed(each)} for each in tops] if any(tops) else None
-
-
-COMPLETIONS: Final = Dialect(
-    id_prefix="cmpl-",
-    call_prefix="call_",
-    read=read_completion,
-    reply=CompletionReplyWriter,
-    response=ChatResponse,
-    error_body=error_body,
-    error_event=error_event,
-)
+COMPLETIONS: Final = Dialect("cmpl-", read_completion, CompletionReplyWriter, ChatResponse, "text_completion")
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------------
 
 
-def _read_embedding(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> NoReturn:
+def _read_embedding(data: Json, recall: ResponseLookup, attachments: bool = False) -> NoReturn:
     """Raises ApiError 404: requests that are read are those for our engines."""
-    model = optional(read_json(body), "model", str)
+    model = optional(data, "model", str)
     message = f"the model {model!r} makes no embeddings here; add a route that leads it to a provider that does"
     raise ApiError(404, message, code="model_not_supported", param="model")
 
 
-EMBEDDINGS: Final = replace(COMPLETIONS, id_prefix="embd-", read=_read_embedding)
+EMBEDDINGS: Final = Dialect("embd-", _read_embedding, CompletionReplyWriter, ChatResponse, "embeddings")

@@ -19,10 +19,10 @@ import orjson
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_parts
 from agentlightning.errors import DatasetError
-from agentlightning.gateway.answer import object_of
+from agentlightning.gateway.answer import NOT_JSON, json_of, object_of
 from agentlightning.gateway.errors import bad_request
 from agentlightning.tracing.messages import IMAGES, image_url, url_of
-from agentlightning.util.json_values import Json, dumps, loads
+from agentlightning.util.json_values import Json, dumps
 
 
 class TextPart(TypedDict):
@@ -91,9 +91,14 @@ def content_of(parts: Iterable[Part], between: str = "") -> Content:
     return found
 
 
-def joined(first: Content | None, second: Content | None) -> Content:
-    """Two contents as that of one message."""
-    return content_of([*non_empty_parts(first), *non_empty_parts(second)])
+def merged_turns(first: Message, second: Message) -> Message:
+    """Two messages of the assistant as one."""
+    parts = [*non_empty_parts(first.get("content")), *non_empty_parts(second.get("content"))]
+    merged: Message = {**first, "content": content_of(parts)}
+    for name in ("tool_calls", "reasoning_content"):
+        if name in second:
+            merged[name] = merged[name] + second[name] if name in merged else second[name]
+    return merged
 
 
 def non_empty_parts(content: Content | None) -> list[Part]:
@@ -192,10 +197,8 @@ def _call_meaning(call: Json) -> list[Any]:
 
 def normalized_arguments(arguments: str) -> str:
     """Arguments as canonical JSON with sorted keys; unchanged if they are not JSON."""
-    try:
-        return dumps(loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
-    except orjson.JSONDecodeError:
-        return arguments
+    value = json_of(arguments)
+    return arguments if value is NOT_JSON else dumps(value, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def extend_digest(digest: bytes, message: Message) -> bytes:

@@ -26,20 +26,20 @@ from agentlightning.gateway.answer import (
     RefusalDelta,
     ToolCall,
     Usage,
+    json_of,
     object_of,
 )
 from agentlightning.gateway.dialects.base import (
     MESSAGES_PARAMS,
-    Body,
     Choice,
     Dialect,
     ReplyWriter,
     Request,
     encode_event,
+    given_messages,
     loads_tolerantly,
     num_output_tokens,
     optional,
-    read_json,
     read_shared,
     require_type,
     shorten,
@@ -49,20 +49,19 @@ from agentlightning.gateway.dialects.base import (
 from agentlightning.gateway.dialects.content_parts import BILLING, read_content, text_of
 from agentlightning.gateway.dialects.response_store import ResponseLookup
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.util.json_values import Json, dumps, loads
+from agentlightning.util.json_values import Json, dumps
 
 RAW_ARGUMENTS: Final = "_raw_arguments"
 """The field for the arguments of a tool call that are no JSON object, which this format cannot carry otherwise."""
 _KNOWN: Final = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "output_config", "output_format"}
 )
-_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
+_UNSUPPORTED: Final = {"mcp_servers": ([],), "container": ()}
 _TEXT_FIELDS: Final = {"text": "text"}
 
 
-def read_request(body: Body, recall: ResponseLookup | None = None, attachments: bool = False) -> Request:
+def read_request(data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `ReadRequest`."""
-    data = read_json(body)
     if data.get("thread") is not None:  # On this error, the SDK's tool runner sends the whole history instead.
         details = {"error_code": "thread_unsupported_request"}
         raise ApiError(400, "threads are not stored here; send the full conversation", param="thread", details=details)
@@ -111,10 +110,7 @@ def _format(data: Json) -> tuple[str, Any]:
 
 
 def _conversation(data: Json, dropped: list[str], attachments: bool) -> list[Message]:
-    given = data.get("messages")
-    if not isinstance(given, list) or not given:
-        raise bad_request("messages", "messages must be a list with at least one message")
-    system = _system(data.get("system"))
+    given, system = given_messages(data), _system(data.get("system"))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(given):
         messages += _message(f"messages[{index}]", message, dropped, attachments)
@@ -251,12 +247,12 @@ class MessagesReplyWriter(ReplyWriter):
         return self._close() + _event("message_delta", used) + _event("message_stop", {})
 
     def _message(self, content: list[Json]) -> Json:
-        head = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return head | {"content": content}
 
     def _usage(self, num_sampled: int) -> Json:
         """Here, cached tokens are not part of the input tokens."""
-        usage = self.head.usage
+        usage = self.usage
         read, written = usage.cached_tokens, usage.written_tokens + usage.written_hour_tokens
         cache = {"cache_creation_input_tokens": written, "cache_read_input_tokens": read}
         used = {"input_tokens": max(0, usage.input_tokens - read - written), "output_tokens": num_sampled} | cache
@@ -293,17 +289,14 @@ class MessagesReplyWriter(ReplyWriter):
         """End the open block."""
         kind, self._open = self._open, None
         # Clients send thinking without a signature back as text, or not at all; this one means nothing.
-        signed = self._extend("signature", self.head.id) if kind == "thinking" else b""
+        signed = self._extend("signature", self.id) if kind == "thinking" else b""
         return signed + self._end() if kind else b""
 
 
 def _stop_fields(answer: Answer) -> dict[str, str | None]:
-    reason = answer.finish_reason
-    if answer.is_refusal:
-        return {"stop_reason": "refusal", "stop_sequence": None}
-    if reason == "stop" and answer.stop_string is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
-    return {"stop_reason": _STOP_REASONS.get(reason), "stop_sequence": None}
+    stop = answer.stop_string if answer.finish_reason == "stop" and not answer.is_refusal else None
+    kind = "content_filter" if answer.is_refusal else answer.finish_reason
+    return {"stop_reason": _STOP_REASONS.get(kind) if stop is None else "stop_sequence", "stop_sequence": stop}
 
 
 _STOP_REASONS: Final = {
@@ -320,10 +313,7 @@ def _tool_use(call: ToolCall, input: Any) -> Json:
 
 def _input(call: ToolCall) -> Any:
     """The arguments as they were written, if they are a JSON object."""
-    try:
-        is_object = isinstance(loads(call.arguments), dict)
-    except orjson.JSONDecodeError:
-        is_object = False
+    is_object = isinstance(json_of(call.arguments), dict)
     return orjson.Fragment(call.arguments) if is_object else {RAW_ARGUMENTS: call.arguments}
 
 
@@ -372,6 +362,8 @@ _ERROR_TYPES: Final = {
 
 _OWN: Final = (*THOUGHTS, "text", "tool_use")
 """Types of the blocks that the model writes; hosted tools write the others."""
+_DELTA_FIELDS: Final = {"text": "text", "thinking": "thinking", "input_json": "partial_json"}
+"""Kind of a delta -> its field."""
 
 
 class MessagesResponse(ProviderResponse):
@@ -427,16 +419,11 @@ class MessagesResponse(ProviderResponse):
 
     def _delta(self, place: Any, delta: Json) -> None:
         kind = str(delta.get("type")).removesuffix("_delta")
-        if kind in ("text", "thinking"):
-            self._extend(place, kind, delta)
-            self._add_text(kind, delta)
-        elif kind == "signature":
+        if kind == "signature":
             self._blocks[place][kind] = delta[kind]
-        elif kind == "input_json":
-            self._extend(place, "partial_json", delta)
-
-    def _extend(self, place: Any, name: str, delta: Json) -> None:
-        self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
+        elif name := _DELTA_FIELDS.get(kind):
+            self._deltas.setdefault(place, {}).setdefault(name, []).append(delta[name])
+            self._add_text(kind, delta)
 
     def _end(self, place: Any) -> None:
         block, answer = self._blocks.pop(place), self.choice()
@@ -463,11 +450,11 @@ def messages_usage(usage: Json) -> Usage:
 
 
 MESSAGES: Final = Dialect(
-    id_prefix="msg_",
+    "msg_",
+    read_request,
+    MessagesReplyWriter,
+    MessagesResponse,
     call_prefix="toolu_",
-    read=read_request,
-    reply=MessagesReplyWriter,
-    response=MessagesResponse,
     error_body=error_body,
     error_event=error_event,
     ping=b'event: ping\ndata: {"type": "ping"}\n\n',

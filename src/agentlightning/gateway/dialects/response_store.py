@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,11 +57,12 @@ END;
 # provider: id of a reply that its provider stores -> the provider's name; its call while it is not complete
 
 
+@dataclass(frozen=True, slots=True)
 class ResponseLookup:
-    """What the requests of one attempt can refer to."""
+    """What the requests of one attempt can refer to; nothing without an attempt."""
 
-    def __init__(self, store: ResponseStore | None = None, attempt: Attempt | None = None) -> None:
-        self._store, self._attempt = store, attempt
+    store: ResponseStore | None = None
+    attempt: Attempt | None = None
 
     def messages(self, response_id: str) -> list[Message]:
         """The conversation up to and including a reply. Raises ApiError 400 for a reply that is not stored."""
@@ -89,9 +91,9 @@ class ResponseLookup:
         return loads(found[2]) if found else []
 
     def _find(self, kind: str, entry: str | bytes) -> Entry | None:
-        if self._store is None or self._attempt is None:
+        if self.store is None or self.attempt is None:
             return None
-        return self._store.find(self._attempt, kind, entry)
+        return self.store.find(self.attempt, kind, entry)
 
 
 class ResponseStore:
@@ -110,10 +112,6 @@ class ResponseStore:
     def size(self) -> int:
         """Approximate bytes stored."""
         return self._number("SELECT size FROM total")
-
-    def lookup(self, attempt: Attempt | None) -> ResponseLookup:
-        """What the requests of an attempt can refer to; nothing without an attempt."""
-        return ResponseLookup(self, attempt)
 
     def find(self, attempt: Attempt, kind: str, entry: str | bytes) -> Entry | None:
         """An entry of an attempt; None if there is none."""

@@ -29,20 +29,16 @@ from agentlightning.gateway.answer import (
     object_of,
 )
 from agentlightning.gateway.dialects.base import (
+    FORMAT_UNSUPPORTED,
     OPENAI_UNSUPPORTED,
     RESPONSES_PARAMS,
-    VLLM_FORMAT_FIELDS,
-    Body,
     Dialect,
-    ReplyMetadata,
     ReplyWriter,
     Request,
     encode_event,
-    error_body,
     kind_of,
     num_output_tokens,
     optional,
-    read_json,
     read_shared,
     require_type,
     shorten,
@@ -52,7 +48,7 @@ from agentlightning.gateway.dialects.base import (
     with_tools,
 )
 from agentlightning.gateway.dialects.chat import chat_usage
-from agentlightning.gateway.dialects.content_parts import has_attachments, joined, message_digests, read_content
+from agentlightning.gateway.dialects.content_parts import has_attachments, merged_turns, message_digests, read_content
 from agentlightning.gateway.dialects.response_store import Attempt, ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import ApiError, bad_request
 from agentlightning.util.json_values import Json, dumps
@@ -64,10 +60,9 @@ _KNOWN: Final = frozenset(
         *("tools", "tool_choice", "parallel_tool_calls", "text", "include", "user", "top_logprobs"),
     }
 )
-_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+_UNSUPPORTED: Final = {
     **OPENAI_UNSUPPORTED,
-    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
-    "chat_template_kwargs": ({},),
+    **FORMAT_UNSUPPORTED,
     "background": (False,),
     "conversation": (),
     "prompt": (),
@@ -79,9 +74,8 @@ _ROLES: Final = ("assistant", "developer", "system", "user")
 _TEXT_FIELDS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-def read_request(body: Body, recall: ResponseLookup, attachments: bool = False) -> Request:
+def read_request(data: Json, recall: ResponseLookup, attachments: bool = False) -> Request:
     """See `ReadRequest`. Also raises ApiError 400 for a reply that is not stored."""
-    data = read_json(body)
     top = top_logprobs(data)
     logprobs = top > 0 or _LOGPROBS in (optional(data, "include", list) or ())
     base = SamplingParams(top_logprobs=top, stream_logprobs=logprobs)
@@ -135,31 +129,27 @@ def _as_items(value: Any, role: str) -> Any:
 
 
 def _read_items(where: str, items: Any, recall: ResponseLookup, attachments: bool) -> list[Message]:
-    messages: list[Message] = []
-    reasoning = ""
+    messages, thought = list[Message](), ""
     for index, item in enumerate(require_type(where, items, list)):
         place = f"{where}[{index}]"
         item = require_type(place, item, dict)
         if item.get("type") == "item_reference":
             item = recall.item(require_type(f"{place}.id", item.get("id"), str))
         if item.get("type") == "reasoning":
-            reasoning += _reasoning_text(place, item)
+            thought += _reasoning_text(place, item)
             continue
-        first = len(messages)
-        _add_item(place, messages, item, attachments)
-        if reasoning:
-            _add_reasoning(messages, first, reasoning)
-        reasoning = ""
+        message, last = _message(place, item, attachments), messages[-1] if messages else {}
+        if thought and message["role"] != "assistant":
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+        elif thought:
+            message["reasoning_content"] = thought
+        thought = ""
+        # The calls of one turn, and the text before and after them, are one message.
+        if message["role"] == last.get("role") == "assistant" and "tool_calls" in (*message, *last):
+            messages[-1] = merged_turns(last, message)
+        else:
+            messages.append(message)
     return messages
-
-
-def _add_reasoning(messages: list[Message], first: int, reasoning: str) -> None:
-    """Add reasoning to the assistant's turn that follows it, or as a turn of its own."""
-    turn = messages[-1]
-    if turn["role"] != "assistant":
-        turn = {"role": "assistant", "content": ""}
-        messages.insert(first, turn)
-    turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
 
 
 def _reasoning_text(where: str, item: Json) -> str:
@@ -169,47 +159,36 @@ def _reasoning_text(where: str, item: Json) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _add_item(where: str, messages: list[Message], item: Json, attachments: bool) -> None:
+def _message(where: str, item: Json, attachments: bool) -> Message:
     match item.get("type") or "message":
         case "message":
-            _add_message(where, messages, item, attachments)
+            return _spoken(where, item, attachments)
         case "function_call" | "custom_tool_call":
-            _add_call(where, messages, item)
+            return {"role": "assistant", "content": "", "tool_calls": [_call(where, item)]}
         case "function_call_output" | "custom_tool_call_output":
             call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
             output = read_content(f"{where}.output", item.get("output"), _TEXT_FIELDS, attachments)
-            messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
+            return {"role": "tool", "content": output, "tool_call_id": call_id}
         case kind:
             raise bad_request(where, f"{where} is an item of type {shorten(kind)}, which cannot be read here")
 
 
-def _add_message(where: str, messages: list[Message], item: Json, attachments: bool) -> None:
+def _spoken(where: str, item: Json, attachments: bool) -> Message:
     role, content = item.get("role"), read_content(f"{where}.content", item.get("content"), _TEXT_FIELDS, attachments)
     if role not in _ROLES:
         raise bad_request(where, f"{where} has the role {shorten(role)}; use {', '.join(_ROLES)}")
-    if role == "assistant" and messages and messages[-1].get("tool_calls"):
-        messages[-1]["content"] = joined(messages[-1]["content"], content)  # Text after a tool call in the same turn.
-        return
     message: Message = {"role": "system" if role == "developer" else role, "content": content}
-    if isinstance(name := item.get("name"), str):
-        message["name"] = name
-    messages.append(message)
+    return message | ({"name": item["name"]} if isinstance(item.get("name"), str) else {})
 
 
-def _add_call(where: str, messages: list[Message], item: Json) -> None:
-    """The calls of one turn and the text before them become one message."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+def _call(where: str, item: Json) -> Json:
     call_id = require_type(f"{where}.call_id", item.get("call_id"), str)
     name = require_type(f"{where}.name", item.get("name"), str)
     if item["type"] == "custom_tool_call":
         arguments = custom_arguments(require_type(f"{where}.input", item.get("input"), str))
     else:
         arguments = arguments_text(item.get("arguments"))
-    function = {"name": name, "arguments": arguments}
-    message = messages[-1] = dict(messages[-1])
-    call = {"id": call_id, "type": "function", "function": function}
-    message["tool_calls"] = [*message.get("tool_calls", ()), call]
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -219,8 +198,7 @@ _INCOMPLETE: Final = {"stop": None, "tool_calls": None, "length": "max_output_to
 
 
 class ResponsesReplyWriter(ReplyWriter):
-    def __init__(self, request: Request, head: ReplyMetadata) -> None:
-        super().__init__(request, head)
+    def __post_init__(self) -> None:
         self.items: list[Json] = []
         """The output items; all but the last are complete."""
         self._open: str | None = None
@@ -273,7 +251,7 @@ class ResponsesReplyWriter(ReplyWriter):
         is_stored = request.raw.get("store") is not False
         store.add(
             attempt,
-            self.head.id,
+            self.id,
             digests or message_digests(request.messages),
             request.messages,
             answer.message,
@@ -297,7 +275,8 @@ class ResponsesReplyWriter(ReplyWriter):
         """Start the item of a part: reasoning, or a message."""
         self._open, is_message = kind, kind != "reasoning_text"
         own = {"type": "message", "role": "assistant"} if is_message else {"type": "reasoning", "summary": []}
-        started = self._add({"id": self._name("msg_" if is_message else "rs_")} | own | {"content": []})
+        name = f"{'msg_' if is_message else 'rs_'}{self.id.removeprefix(_PREFIX)}{len(self.items)}"
+        started = self._add({"id": name} | own | {"content": []})
         part: Json = {"type": kind} | ({"refusal": ""} if kind == "refusal" else {"text": ""})
         part |= {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         self.items[-1]["content"].append(part)
@@ -340,10 +319,6 @@ class ResponsesReplyWriter(ReplyWriter):
     def _place(self) -> Json:
         return self._item() | {"content_index": 0}
 
-    def _name(self, prefix: str) -> str:
-        """The id of the next item."""
-        return f"{prefix}{self.head.id.removeprefix(_PREFIX)}{len(self.items)}"
-
     def _add(self, item: Json) -> bytes:
         """Start an item."""
         self.items.append(item | {"status": "in_progress"})
@@ -361,7 +336,7 @@ class ResponsesReplyWriter(ReplyWriter):
     def _final(self, answer: Answer) -> Json:
         cut = _INCOMPLETE.get(answer.finish_reason, answer.finish_reason)
         response = self._response("incomplete" if cut else "completed")
-        usage, num_sampled = self.head.usage, num_output_tokens([answer])
+        usage, num_sampled = self.usage, num_output_tokens([answer])
         written = usage.written_tokens + usage.written_hour_tokens
         return response | {
             "incomplete_details": {"reason": cut} if cut else None,
@@ -378,11 +353,11 @@ class ResponsesReplyWriter(ReplyWriter):
     def _response(self, status: str) -> Json:
         raw, params = self.request.raw, self.request.params
         return {
-            "id": self.head.id,
+            "id": self.id,
             "object": "response",
-            "created_at": self.head.created,
+            "created_at": self.created,
             "status": status,
-            "model": self.head.model,
+            "model": self.model,
             "output": [],
             "error": None,
             "incomplete_details": None,
@@ -395,7 +370,7 @@ class ResponsesReplyWriter(ReplyWriter):
         }
 
 
-_REPEATED: Final[Json] = {
+_REPEATED: Final = {
     **{"instructions": None, "metadata": {}, "parallel_tool_calls": True, "previous_response_id": None, "store": True},
     **{"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []},
 }
@@ -500,12 +475,4 @@ def error_event(api_error: ApiError) -> bytes:
     return encode_event({"type": "error", "sequence_number": 0, **fields, "error": error}, "error")
 
 
-RESPONSES: Final = Dialect(
-    id_prefix=_PREFIX,
-    call_prefix="call_",
-    read=read_request,
-    reply=ResponsesReplyWriter,
-    response=ResponsesResponse,
-    error_body=error_body,
-    error_event=error_event,
-)
+RESPONSES: Final = Dialect(_PREFIX, read_request, ResponsesReplyWriter, ResponsesResponse, error_event=error_event)

@@ -12,15 +12,13 @@ import base64
 import binascii
 import mimetypes
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
-import orjson
-
 from agentlightning.chat.base import Message
 from agentlightning.engine.base import SamplingParams
-from agentlightning.gateway.answer import THOUGHTS, object_of
+from agentlightning.gateway.answer import THOUGHTS, json_of, object_of
 from agentlightning.gateway.config import Provider
 from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import MESSAGES_PARAMS, RESPONSES_PARAMS, ApiPath, Request, shorten
@@ -29,26 +27,20 @@ from agentlightning.gateway.dialects.content_parts import (
     Content,
     Part,
     has_attachments,
-    joined,
+    merged_turns,
     non_empty_parts,
     same_meaning,
     turn_key,
 )
 from agentlightning.gateway.dialects.messages import RAW_ARGUMENTS
 from agentlightning.gateway.errors import ApiError, bad_request
-from agentlightning.util.json_values import Json, loads
+from agentlightning.util.json_values import Json
 
 TurnLookup = Callable[[bytes], list[Json]]
 """Finds a turn as its provider wrote it, by its key; empty if it is not known."""
 
 
-Write = Callable[[Request, Provider, str, TurnLookup], Json]
-"""Writes the body for one path: of a request, for a provider and its model, without sampling parameters. Raises
-ApiError 400, and UnsupportedContentError."""
-
-
 _READERS: Final = {**RESPONSES_PARAMS, **MESSAGES_PARAMS}
-_NEUTRAL: Final = SamplingParams()
 
 
 def given_params(raw: Json, params: SamplingParams, forced: Json) -> Json:
@@ -80,9 +72,7 @@ def reject_unsupported(path: ApiPath, request: Request, provider: Provider, para
         wrong[next((name for name in _LOGPROBS if request.raw.get(name)), "logprobs")] = True
     if path == "messages" and (temperature := params.get("temperature") or 0) > 1:
         wrong["temperature"] = temperature
-    wrong |= {
-        name: value for name, value in params.items() if name not in _PARAMS[path] and value != getattr(_NEUTRAL, name)
-    }
+    wrong |= {name: params[name] for name in request.params.changed(params) if name not in _PARAMS[path]}
     for name, value in wrong.items():
         message = f"{name}={shorten(value)} cannot be sent to the provider {provider.name!r}, which speaks /v1/{path}"
         raise bad_request(name, f"{message}; leave it out")
@@ -164,12 +154,10 @@ def turns_of(messages: Sequence[Message]) -> list[Message]:
     merged: list[Message] = []
     for message in results_first(messages):
         last = merged[-1] if merged else None
-        if last is None or message["role"] != "assistant" or last["role"] != "assistant":
+        if last is not None and message["role"] == last["role"] == "assistant":
+            merged[-1] = merged_turns(last, message)
+        else:
             merged.append(message)
-            continue
-        merged[-1] = {**last, "content": joined(last.get("content"), message.get("content"))}
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            merged[-1]["tool_calls"] = calls
     return merged
 
 
@@ -211,13 +199,6 @@ def split_system(messages: Sequence[Message]) -> tuple[str, list[tuple[Message |
         )
     texts = [text for message in system if (text := message.get("content"))]
     return "\n\n".join(texts), list(zip([None, *messages], messages, strict=False))[len(system) :]
-
-
-def split_attachments(content: Content) -> tuple[str, list[Json]]:
-    """(the text, each image and file as a part for chat completions). Raises UnsupportedContentError as `chat_part`."""
-    parts = non_empty_parts(content)
-    words = [part["text"] for part in parts if part["type"] == "text"]
-    return "\n".join(words), [chat_part(part) for part in parts if part["type"] != "text"]
 
 
 def chat_part(part: Part) -> Json:
@@ -311,8 +292,9 @@ def _chat_messages(messages: Sequence[Message], provider: Provider, find_turn: T
             attachments = []
         content = message.get("content") or ""
         if message["role"] == "tool":
-            content, images = split_attachments(content)
-            attachments += images
+            parts = non_empty_parts(content)
+            attachments += [chat_part(part) for part in parts if part["type"] != "text"]
+            content = "\n".join([part["text"] for part in parts if part["type"] == "text"])
         fields = {key: value for key, value in message.items() if key in known}
         fields["content"] = None if not content and message.get("tool_calls") else openai_content(content, chat_part)
         if message["role"] == "assistant":
@@ -373,8 +355,8 @@ def _items(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
 
 def _call(call: Json) -> Json:
     function = call["function"]
-    fields = {"name": function["name"], "arguments": function["arguments"]}
-    return {"type": "function_call", "call_id": call.get("id"), **fields}
+    named = {"type": "function_call", "call_id": call.get("id"), "name": function["name"]}
+    return named | {"arguments": function["arguments"]}
 
 
 def _tool(tool: Json) -> Json:
@@ -447,10 +429,7 @@ def _turns(messages: Sequence[Message], find_turn: TurnLookup) -> tuple[str, lis
 
 def _tool_use(call: Json) -> Json:
     function = call["function"]
-    try:
-        given = loads(function["arguments"])
-    except orjson.JSONDecodeError:
-        given = None
+    given = json_of(function["arguments"])
     arguments = given if isinstance(given, dict) else {RAW_ARGUMENTS: function["arguments"]}
     return {"type": "tool_use", "id": call.get("id"), "name": function["name"], "input": arguments}
 
@@ -469,10 +448,8 @@ def _message_tools(request: Request) -> Json:
         choice = {"type": "tool", "name": tools[0]["name"]} if len(tools) == 1 else {"type": "any"}
     if constraint.single_tool_call:
         choice["disable_parallel_tool_use"] = True
-    shown = {"tools": [_message_tool(tool) for tool in tools], "tool_choice": choice}
-    if choice == {"type": "auto"}:
-        del shown["tool_choice"]
-    return shown if tools else {}
+    shown = {"tools": [_message_tool(tool) for tool in tools]}
+    return shown | ({} if choice == {"type": "auto"} else {"tool_choice": choice}) if tools else {}
 
 
 def _message_tool(function: Json) -> Json:
@@ -510,27 +487,31 @@ _INSIDE: Final = {"reasoning_effort": ("reasoning", "effort"), "verbosity": ("te
 def _settings(path: ApiPath, request: Request, model: str) -> tuple[Json, set[str]]:
     """(fields of the body, the fields of the request that say it; others are dropped). Raises ApiError 400 for an
     effort that is not known."""
-    raw, known, kind = (request.raw, _ANTHROPIC_FIELDS, dict) if path == "messages" else (request.raw, _SAME, str)
+    raw, (known, kind) = request.raw, (_ANTHROPIC_FIELDS, dict) if path == "messages" else (_SAME, str)
     body: Json = {name: raw[name] for name in known if isinstance(raw.get(name), kind) and raw[name] != "standard_only"}
     taken = set(body)
     for name, (outer, inner) in _INSIDE.items():
-        given = [(raw.get(name), name), (object_of(raw, outer).get(inner), outer)]
-        for value, field in [each for each in given if each[0]][:1]:
-            found = {name: value} if path == "chat/completions" else {outer: {inner: value}}
-            if path == "messages":
-                found = _thinking(field, value, request, model) if name == "reasoning_effort" else {}
-            body, taken = _merged(body, found), taken | ({field} if found else set())
+        field, value = (name, raw[name]) if raw.get(name) else (outer, object_of(raw, outer).get(inner))
+        found: Json = {outer: {inner: value}}
+        if path == "chat/completions":
+            found = {name: value}
+        elif path == "messages":
+            found = _thinking(field, value, request, model) if value and name == "reasoning_effort" else {}
+        if value and found:
+            body = _merged(body, found)
+            taken.add(field)
     return body, taken
 
 
 # -- the targets -------------------------------------------------------------------------------------------------------
 
-_WRITERS: Final[Mapping[ApiPath, Write]] = {
+_WRITERS: Final[dict[ApiPath, Callable[..., Json]]] = {
     "chat/completions": chat_body,
     "messages": messages_body,
     "responses": responses_body,
 }
-"""What writes the body for each path at a provider."""
+"""What writes the body for each path at a provider, without sampling parameters. Raises ApiError 400, and
+UnsupportedContentError."""
 _UNTRANSLATED: Final = frozenset({"completions", "embeddings"})
 
 
@@ -563,8 +544,12 @@ def body_of(
     if "max_tokens" not in params:  # Reasoning counts as output: its budget comes on top of our default limit.
         budget = object_of(body, "thinking").get("budget_tokens")
         body |= {"max_tokens": body["max_tokens"] + budget} if type(budget) is int and budget > 0 else {}
-    dropped = tuple(name for name in request.ignored_fields if name not in taken)
-    return body, dropped + _dropped_inside(path, request)
+    dropped = [name for name in request.ignored_fields if name not in taken]
+    if path != "messages" and "effort" in object_of(request.raw, "output_config"):
+        dropped.append("output_config.effort")
+    if path != "chat/completions" and any("name" in message for message in request.messages):
+        dropped.append("messages.name")
+    return body, tuple(dropped)
 
 
 def _merged(body: Json, others: Json) -> Json:
@@ -573,13 +558,3 @@ def _merged(body: Json, others: Json) -> Json:
         known = body.get(name)
         body[name] = {**value, **known} if isinstance(known, dict) else value
     return body
-
-
-def _dropped_inside(path: str, request: Request) -> tuple[str, ...]:
-    """Nested fields that were dropped from fields that were sent."""
-    dropped: list[str] = []
-    if path != "messages" and "effort" in object_of(request.raw, "output_config"):
-        dropped.append("output_config.effort")
-    if path != "chat/completions" and any("name" in message for message in request.messages):
-        dropped.append("messages.name")
-    return tuple(dropped)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -55,7 +54,6 @@ from agentlightning.gateway.dialects import DIALECTS
 from agentlightning.gateway.dialects.base import (
     ApiPath,
     Constraint,
-    ReplyMetadata,
     ReplyWriter,
     apply_resource_params,
     encode_event,
@@ -65,7 +63,7 @@ from agentlightning.gateway.dialects.base import (
 from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.dialects.content_parts import turn_key
 from agentlightning.gateway.dialects.messages import count_reply
-from agentlightning.gateway.dialects.response_store import ResponseStore
+from agentlightning.gateway.dialects.response_store import ResponseLookup, ResponseStore
 from agentlightning.gateway.dialects.responses import LAST_EVENTS
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.forwarding.bodies import (
@@ -79,7 +77,6 @@ from agentlightning.gateway.forwarding.bodies import (
 from agentlightning.gateway.http import PASSED, ResponseWriter, offload, parse_object, run_to_completion
 from agentlightning.gateway.record import (
     LIMITS,
-    OPERATIONS,
     CallRecord,
     Counters,
     distribution_changes,
@@ -91,7 +88,7 @@ from agentlightning.gateway.record import (
     request_attributes,
 )
 from agentlightning.gateway.routing import ModelRoute, ResolvedCall
-from agentlightning.gateway.sampling import OnPolicySampling, is_training
+from agentlightning.gateway.sampling import OnPolicySampling
 from agentlightning.gateway.upstream.call import (
     ServerPool,
     UpstreamCall,
@@ -145,8 +142,8 @@ class ProviderRecord(CallRecord):
     response: ProviderResponse = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = f"{OPERATIONS[self.path]} {self.route.name}"
-        self.response = DIALECTS[self.path].response()
+        dialect = DIALECTS[self.path]
+        self.name, self.response = f"{dialect.operation} {self.route.name}", dialect.response()
 
     def to_json(self) -> Json:
         """What `of_poll` needs, in whichever process of the server the poll comes."""
@@ -169,11 +166,13 @@ class ProviderRecord(CallRecord):
     @property
     def is_pending(self) -> bool:
         """Whether polls bring the answer: its provider works on it in the background, even if its stream broke."""
+        if self.path != "responses":
+            return False
         reasons = {choice.given_reason for choice in self.response.choices.values()}
         if not PENDING.isdisjoint(reasons):
             return True
-        is_cut = self.response.id and not self.response.error and not any(reasons)
-        return self.path == "responses" and self.data.get("background") is True and bool(is_cut)
+        is_cut = bool(self.response.id) and not (self.response.error or any(reasons))
+        return is_cut and self.data.get("background") is True
 
     def spans(self, of_call: Json, error: BaseException | None = None) -> list[Span]:
         """One span for each choice; the first has the cost of the call. `of_call` are `UpstreamCall.attributes`. After
@@ -217,26 +216,26 @@ class ProviderRecord(CallRecord):
         attributes |= output_attributes(choice, choice.recorded_reason, self.constraint)
         prompt = choice.prompt_token_ids or self.response.prompt_token_ids
         token_ids, logprobs = choice.token_ids, choice.logprobs
+        attributes[names.TOKENS] = "none"
         if not (choice.is_finished and prompt and token_ids and len(token_ids) == len(logprobs)):
-            return attributes | {names.TOKENS: "none"}
-        try:
+            return attributes
+        with suppress(TypeError, ValueError, OverflowError):
             _ = array("i", prompt), array("i", token_ids), array("f", logprobs)  # as they are recorded
-        except (TypeError, ValueError, OverflowError):
-            return attributes | {names.TOKENS: "none"}
-        if changed := distribution_changes(self.data | self.forced):
-            attributes[names.RESHAPED] = changed
-        return attributes | {
-            names.TOKENS: "provider",
-            names.OUTPUT_TOKENS: len(token_ids),
-            names.PROMPT_TOKEN_IDS: prompt,
-            names.RESPONSE_TOKEN_IDS: token_ids,
-            names.LOGPROBS: logprobs,
-        }
+            if changed := distribution_changes(self.data | self.forced):
+                attributes[names.RESHAPED] = changed
+            attributes |= {
+                names.TOKENS: "provider",
+                names.OUTPUT_TOKENS: len(token_ids),
+                names.PROMPT_TOKEN_IDS: prompt,
+                names.RESPONSE_TOKEN_IDS: token_ids,
+                names.LOGPROBS: logprobs,
+            }
+        return attributes
 
     def _attributes(self) -> Json:
         response, model = self.response, self.data.get("model")
         attributes: Json = {
-            names.OPERATION_NAME: OPERATIONS[self.path],
+            names.OPERATION_NAME: DIALECTS[self.path].operation,
             names.REQUEST_MODEL: model if isinstance(model, str) else self.route.name,
             names.RESPONSE_MODEL: response.model or self.route.send_model,
             **request_attributes(self.data | self.forced),
@@ -254,7 +253,7 @@ class AddedFields:
     """Fields that were requested for the record, and are removed from the response."""
 
     usage: bool = False
-    fields: set[str] = field(default_factory=set[str])
+    fields: set[str] = field(default_factory=set)
     """Those of the response and its choices: `prompt_token_ids`, `token_ids`, `logprobs`."""
 
     def request(self, path: ApiPath, body: Json, provider: Provider) -> None:
@@ -305,14 +304,16 @@ def upstream_call(record: ProviderRecord, headers: Mapping[str, str], added: Add
         body[wire_name(name, path, provider)] = value
     if path in ("chat/completions", "completions"):
         added.request(path, body, provider)
-    passed = [(name, value) for name, value in headers.items() if name in _PASSED_HEADERS and value]
+    passed = [
+        (name.encode(), value.encode("latin-1")) for name, value in headers.items() if name in _PASSED_HEADERS and value
+    ]
     limits = [limit for name in LIMITS if isinstance(limit := body.get(name), int) and limit > 0]
     return UpstreamCall(
         route.servers,
         path,
         dumps(body),
         body.get("stream") is True,
-        [(name.encode(), value.encode("latin-1")) for name, value in passed],
+        passed,
         record.caller.affinity,
         record.caller.rollout_id or "",
         0 if path == "embeddings" else max(limits, default=provider.max_output_tokens) * num_sampled(body),
@@ -333,12 +334,12 @@ class ForwardedCall:
     record: ProviderRecord
     headers: Mapping[str, str]
     """Of the request, by lower-case name."""
-    is_recorded: bool = field(default=False, init=False)
+
     _call: UpstreamCall = field(init=False)
     _added: AddedFields = field(default_factory=AddedFields, init=False)
-    _unread: list[bytes] = field(default_factory=list[bytes], init=False)
+    _unread: list[bytes] = field(default_factory=list, init=False)
     """Events that were passed on and are not read yet."""
-    _final_events: list[bytes] = field(default_factory=list[bytes], init=False)
+    _final_events: list[bytes] = field(default_factory=list, init=False)
     """The end of a stream, which waits until the response is recorded."""
 
     def __post_init__(self) -> None:
@@ -367,7 +368,7 @@ class ForwardedCall:
         except BaseException as error:
             if call.status and not writer.started:
                 writer.extra_headers = call.visible_headers()
-            if not self.is_recorded:
+            if not record.span_id:
                 await self._record(error)
             raise
         finally:  # Note the provider that stores a response, whatever became of its stream.
@@ -398,10 +399,7 @@ class ForwardedCall:
         end = self._ending() if call.stream else self._whole(data)
         await self._record()
         self._remember(b"" if call.stream else end)
-        if not call.stream:
-            return await writer.send_json(200, end)
-        await writer.send_events(end)
-        await writer.close()
+        await writer.finish(end, call.stream)
 
     def _settle(self) -> None:
         """Account for the usage. What is answered in the background costs what the last poll says."""
@@ -411,7 +409,7 @@ class ForwardedCall:
         """Record the call if it has an attempt, even if this task is cancelled meanwhile."""
         if self.record.caller.attempt is None:
             return
-        self.is_recorded, make = True, partial(self.record.spans, self._call.attributes(), error)
+        make = partial(self.record.spans, self._call.attributes(), error)
 
         async def keep() -> None:
             await self.service.record(await offload(len(self._call.content) // PASSED, make))
@@ -470,45 +468,40 @@ def is_final(event: bytes, data: Any) -> bool:
 
 # -- translation -------------------------------------------------------------------------------------------------------
 
-_LOST_FIELDS: Final = {name: b'"%b":' % name.encode() for name in ("cache_control", "citations")}
-"""Fields other dialects cannot express -> JSON key bytes to search for (string values are escaped, so cannot match)."""
+_LOST_FIELDS: Final = (b'"cache_control":', b'"citations":')
+"""Fields other dialects cannot express, as JSON keys to search for (string values are escaped, so cannot match)."""
 _FAILED_REASONS: Final = {"insufficient_system_resource": 503, "overloaded": 503, "timeout": 504}
 """Finish reasons that finish nothing -> the status of the error that the caller gets; 502 for any other."""
 
 
-def translate(
-    service: ForwardingService,
-    call: ResolvedCall,
-    resource: str = "",
-    forced: Json | None = None,
-) -> TranslatedCall:
+def translate(service: ForwardingService, call: ResolvedCall, resource: str, forced: Json) -> TranslatedCall:
     """The call to a provider of another dialect. `forced`: the sampling parameters of the LLM resource `resource`.
     Raises ApiError 400 for an invalid request, and for what the provider's dialect cannot express."""
-    provider, route, caller, raw = call.route.provider, call.route, call.caller, call.body
-    assert provider is not None
+    route, caller, raw = call.route, call.caller, call.body
+    assert route.servers is not None
+    provider = route.servers.provider
     target, dialect = translation_target(call.path, provider), DIALECTS[call.path]
-    lookup, sent = service.responses.lookup(caller.attempt), dumps(raw)
-    request = replace(dialect.read(dict(raw), lookup, attachments=True), raw=raw)
-    params = apply_resource_params(request.params, resource, forced or {})
-    given = given_params(raw, params, forced or {})
+    lookup, sent = ResponseLookup(service.responses, caller.attempt), dumps(raw)
+    request = dialect.read(raw, lookup, attachments=True)
+    request = replace(request, params=apply_resource_params(request.params, resource, forced))
+    given = given_params(raw, request.params, forced)
     body, lost = body_of(target, request, provider, route.send_model, given, lookup.turn)
-    service.counters.count_unknown(lost + tuple(name for name, mark in _LOST_FIELDS.items() if mark in sent))
-    request = replace(request, params=params)
-    head = ReplyMetadata(dialect.id_prefix + secrets.token_hex(12), route.name, int(time.time()))
-    answer = Answer(0, own_stops(target, params.stop), dialect.call_prefix, provider.name)
+    service.counters.unknown_fields += len(lost) + sum(mark in sent for mark in _LOST_FIELDS)
+    reply = dialect.new_reply(request, route.name, Usage())
+    answer = Answer(0, own_stops(target, request.params.stop), dialect.call_prefix, provider.name)
     record = ProviderRecord(
         caller=caller,
         trace_id=call.trace_id,
         path=target,
         route=route,
         data=body,
-        extra_attributes={names.REQUEST_MODEL: request.model or route.name, names.RESPONSE_ID: head.id},
+        extra_attributes={names.REQUEST_MODEL: request.model or route.name, names.RESPONSE_ID: reply.id},
         constraint=request.constraint,
     )
     record.response.choices[0] = answer
     beta = f"{provider.dialect}-beta"  # What the caller enables in this provider's header.
     headers = {beta: call.headers.get(beta, "")}
-    return TranslatedCall(service, record, headers, dialect.reply(request, head), answer)
+    return TranslatedCall(service, record, headers, reply, answer)
 
 
 @dataclass(slots=True)
@@ -557,8 +550,8 @@ class TranslatedCall(ForwardedCall):
     def _finish(self) -> None:
         """Report the usage. Raises ApiError for an answer that its provider did not finish: the caller may ask
         again."""
-        self.reply.head.usage = self._call.usage or Usage()
-        self.answer.num_tokens = self.reply.head.usage.output_tokens
+        self.reply.usage = self._call.usage or Usage()
+        self.answer.num_tokens = self.reply.usage.output_tokens
         if self.answer.is_finished:
             return
         pool, reason = self._call.pool, self.answer.given_reason or "it holds no choice with a finish reason"
@@ -641,7 +634,7 @@ class ForwardingService:
     on_policy: OnPolicySampling
     responses: ResponseStore
     """What later requests may refer to."""
-    _skipped_until: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    _skipped_until: dict[str, float] = field(default_factory=dict, init=False)
     """Names of providers without a tokenizer -> when to try it again."""
 
     async def prepare(self, call: ResolvedCall, size: int) -> ForwardedCall:
@@ -680,16 +673,17 @@ class ForwardingService:
         with suppress(ValueError):
             ended.response.read(loads_tolerantly(body))
         usage, price = ended.response.usage or Usage(), ended.route.price
+        dollars = price.dollars(usage) if price else 0.0
         used: Json = {names.INPUT_TOKENS: usage.input_tokens, names.OUTPUT_TOKENS: usage.output_tokens}
-        used |= {names.COST: price.dollars(usage)} if price else {}
+        used |= {names.COST: dollars} if price else {}
         with ExitStack() as undo:
             undo.callback(self.responses.note_provider, attempt, response_id, pool.provider.name, call)
             if not ended.response.choices or ended.is_pending:
                 return
             await run_to_completion(self.record(ended.spans(used)))
             undo.pop_all()
-        pool.dollars += used.get(names.COST, 0.0)
-        pool.budgets.spend(attempt[0], used.get(names.COST, 0.0), usage.tokens)
+        pool.dollars += dollars
+        pool.budgets.spend(attempt[0], dollars, usage.tokens)
         self.count_tokens(usage)
 
     async def forward_as_is(self, pool: ServerPool, request: Request, caller: Caller, body: bytes) -> Response:
@@ -711,11 +705,11 @@ class ForwardingService:
             if caller.attempt is not None:
                 await run_to_completion(self.record([record.span(attributes, error and failure_of(error))]))
 
-        query = f"?{request.url.query}" if request.url.query else ""
+        target = "?".join(filter(None, (path, request.url.query)))
         try:
             response = await pool.transport.send(
                 request.method,
-                provider.url(server.url, path) + query,
+                provider.url(server.url, target),
                 _headers(request.headers.raw, server.headers),
                 body,
                 connect_seconds=provider.connect_seconds,
@@ -736,8 +730,9 @@ class ForwardingService:
                             yield last
                         last = pool.redactor.redact_body(chunk)
                         start += last if len(start) < _MAX_READ_BYTES else b""
-                text = pool.redactor.text(start.decode(errors="replace")) if status >= 400 else ""
-                error = ApiError(status, text, code=str(status)) if status >= 400 else None
+                error = None
+                if status >= 400:
+                    error = ApiError(status, pool.redactor.text(start.decode(errors="replace")), code=str(status))
             except TransportError as broken:
                 error = failure = from_transport(pool, broken)
             finally:
@@ -759,16 +754,8 @@ class ForwardingService:
         assert route.servers is not None
         if route.servers.provider.serves("messages"):
             body = await offload(size // PASSED, partial(dumps, request | {"model": route.send_model}))
-            affinity, model = call.caller.affinity, route.send_model
-            upstream = UpstreamCall(
-                route.servers,
-                COUNT_TOKENS_PATH,
-                body,
-                affinity=affinity,
-                max_output_tokens=0,
-                price=Price(),
-                model=model,
-            )
+            path, affinity = COUNT_TOKENS_PATH, call.caller.affinity
+            upstream = UpstreamCall(route.servers, path, body, affinity=affinity, model=route.send_model)
             try:
                 async with upstream:
                     upstream.settle(Usage())
@@ -778,7 +765,7 @@ class ForwardingService:
                     raise
         else:
             limited = call._replace(path="messages", body={"max_tokens": 1} | request)
-            request = (await offload(size // PASSED, partial(translate, self, limited))).record.data
+            request = (await offload(size // PASSED, partial(translate, self, limited, "", {}))).record.data
             counted = await self._count_tokens(route.servers, request, size)
         writer.extra_headers = [(HEADER, b"estimate" if counted is None else b"tokenizer")]
         if counted is None:
@@ -806,18 +793,13 @@ class ForwardingService:
         return None
 
     def _prepare(self, call: ResolvedCall) -> ForwardedCall:
-        path, headers, caller, context, data, route = call
-        assert route.provider is not None
-        provider, resource, forced, overridden = route.provider, "", Json(), tuple[str, ...]()
-        if context is not None:
-            resource, forced = context.sampling_parameters(route.name)
-            # A provider that reports tokens may serve a model in training; any other is a third party.
-            reports = provider.token_ids
-            if caller.temperature is not None and (reports or route.name in context.llms):
-                forced = {"temperature": caller.temperature, **forced}
-            if reports and is_training(context, caller.mode, route.name):
-                data, overridden = self.on_policy.strip_request(data, forced)
-        if provider.serves(path):
+        path, headers, caller, _, data, route = call
+        assert route.servers is not None
+        # A provider that reports tokens may serve a model in training; any other is a third party.
+        resource, forced, overridden = self.on_policy.forced_params(call, learns=route.servers.provider.token_ids)
+        if overridden:
+            data = {name: value for name, value in data.items() if name not in overridden}
+        if route.servers.provider.serves(path):
             record = ProviderRecord(
                 caller=caller, trace_id=call.trace_id, path=path, route=route, data=data, forced=forced
             )
@@ -825,7 +807,7 @@ class ForwardingService:
         else:
             forwarded = translate(self, call._replace(body=data), resource, forced)
         if overridden:
-            forwarded.record.extra_attributes[names.OVERRIDDEN] = list(overridden)
+            forwarded.record.extra_attributes[names.OVERRIDDEN] = overridden
         return forwarded
 
     # -- the record ------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.config import Price, Provider
 from agentlightning.gateway.dialects.base import ApiPath, EventTooLongError, SSEDecoder, event_data, loads_tolerantly
 from agentlightning.gateway.errors import ApiError
-from agentlightning.gateway.upstream.limits import Budgets, RateLimiter, Reservation, max_prompt_tokens
+from agentlightning.gateway.upstream.limits import Account, Budgets, RateLimiter, Reservation, max_prompt_tokens
 from agentlightning.transport import Headers, Response, Transport, TransportError
 from agentlightning.transport.base import CONTEXT_ERROR, error_fields, retry_after
 from agentlightning.transport.servers import Server, ServerSet
@@ -57,26 +57,6 @@ _REQUEST_IDS: Final = {b"x-request-id": b"request-id", b"request-id": b"x-reques
 _VISIBLE_PREFIXES: Final = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _MAX_HEADER_BYTES: Final = 1024
 _LINE_BREAKS: Final = frozenset(b"\r\n\0")
-
-
-def visible_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers of a response that the SDK of the caller shows or acts upon: request ids, rate limits, `retry-after`.
-
-    Names are in lower case. Account names, cookies, headers of the connection and values with line breaks are left
-    out. The SDKs of OpenAI and Anthropic read the request id from different headers, so it is sent as both.
-    """
-    visible = [
-        (name, value)
-        for name, value in headers
-        if (name in _VISIBLE_HEADERS or name.startswith(_VISIBLE_PREFIXES))
-        and len(value) <= _MAX_HEADER_BYTES
-        and not _LINE_BREAKS & set(value)
-    ]
-    ids = {name: value for name, value in visible if name in _REQUEST_IDS}
-    if len(ids) == 1:
-        ((id_header, value),) = ids.items()
-        visible.append((_REQUEST_IDS[id_header], value))
-    return visible
 
 
 # Redacts the credentials of a provider in its responses, stream events, headers and errors.
@@ -109,8 +89,24 @@ class Redactor:
         return _replace(data, encodings)
 
     def visible_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """The headers of a response for the caller."""
-        return [(name, _replace(value, self._everywhere)) for name, value in visible_headers(headers)]
+        """The headers of a response that the SDK of the caller shows or acts upon: request ids, rate limits,
+        `retry-after`.
+
+        Names are in lower case. Account names, cookies, headers of the connection and values with line breaks are left
+        out. The SDKs of OpenAI and Anthropic read the request id from different headers, so it is sent as both.
+        """
+        visible = [
+            (name, _replace(value, self._everywhere))
+            for name, value in headers
+            if (name in _VISIBLE_HEADERS or name.startswith(_VISIBLE_PREFIXES))
+            and len(value) <= _MAX_HEADER_BYTES
+            and not _LINE_BREAKS & set(value)
+        ]
+        ids = {name: value for name, value in visible if name in _REQUEST_IDS}
+        if len(ids) == 1:
+            ((id_header, value),) = ids.items()
+            visible.append((_REQUEST_IDS[id_header], value))
+        return visible
 
     def text(self, text: str) -> str:
         """A text of the provider for agents and spans: of limited length."""
@@ -212,10 +208,9 @@ class ServerPool(ServerSet[ProviderServer]):
 
     def take_retry(self) -> bool:
         """Take one retry from the retry budget, which is for outages; False if it is empty."""
-        if self._retry_budget < 1:
-            return False
-        self._retry_budget -= 1
-        return True
+        is_left = self._retry_budget >= 1
+        self._retry_budget -= is_left
+        return is_left
 
     def record_start(self) -> None:
         """Count the first try of a call."""
@@ -400,10 +395,10 @@ class UpstreamCall:
     """Calls with the same key go to the same server while it is healthy: "rollout/attempt"."""
     rollout_id: str = ""
     """The rollout that pays; "" if unknown."""
-    max_output_tokens: int | None = None
-    """The output limit that the request sets, for all its choices together."""
+    max_output_tokens: int = 0
+    """The output limit of the request, for all its choices together."""
     price: Price | None = None
-    """The price of the route; None: the provider's."""
+    """The price of the route; None: it costs nothing."""
     model: str = ""
     """The provider's name of the model, which rate limits refer to."""
 
@@ -423,9 +418,8 @@ class UpstreamCall:
         self.retries = 0
         """The times the request was sent again."""
         self._provider = provider = self.pool.provider
-        self._price = self.price or provider.price
-        self._max_output = provider.max_output_tokens if self.max_output_tokens is None else self.max_output_tokens
-        self._reservation: Reservation | None = None
+        self._reservation = Reservation(self.pool.budgets, Account(), self.rollout_id, 0.0, 0)
+        """What the call may cost, where there is a budget."""
         self._estimated_tokens = 0
         """The tokens that the rate limit reckons with until the usage is known."""
         self._charged = Usage()
@@ -455,7 +449,7 @@ class UpstreamCall:
     async def _reserve(self) -> None:
         """Estimate the call's tokens, and reserve its worst case where there is a budget. The prompt counts only for a
         budget or a token limit. Raises ApiError 402 if it exceeds the budget."""
-        budgets, output = self.pool.budgets, self._max_output
+        budgets, output = self.pool.budgets, self.max_output_tokens
         prompt = self._max_prompt_tokens if budgets.config or self._provider.tokens_per_minute else 0
         self._estimated_tokens = prompt + output
         if budgets.config:
@@ -476,21 +470,20 @@ class UpstreamCall:
         """Record what a try costs."""
         self._charged += usage
         dollars = self._dollars(usage)
-        if self._price is not None:
+        if self.price is not None:
             self.cost = (self.cost or 0.0) + dollars
             self.pool.dollars += dollars
-        if self._reservation is not None:
-            (self._reservation.settle if is_last else self._reservation.spend)(dollars, usage.tokens)
+        (self._reservation.settle if is_last else self._reservation.spend)(dollars, usage.tokens)
 
     def _charge_lost(self) -> None:
         """Record a response that broke off, by its Content-Length or else by the output limit."""
         length = dict(self.headers).get(b"content-length", b"")
-        limit = 0 if self.stream else self._max_output
+        limit = 0 if self.stream else self.max_output_tokens
         output_tokens = min(limit, int(length) // _BYTES_PER_TOKEN) if length.isdigit() else limit
         self._charge(Usage(self._max_prompt_tokens // 2, output_tokens))
 
     def _dollars(self, usage: Usage) -> float:
-        return self._price.dollars(usage) if self._price is not None else 0.0
+        return self.price.dollars(usage) if self.price is not None else 0.0
 
     @property
     def _max_prompt_tokens(self) -> int:
@@ -506,8 +499,7 @@ class UpstreamCall:
         limiter = self.pool.rate_limiter
         with ExitStack() as undo:
             await self._reserve()
-            if self._reservation is not None:
-                undo.callback(self._reservation.release)
+            undo.callback(self._reservation.release)
             await limiter.acquire(self._estimated_tokens)
             undo.callback(lambda: limiter.release(self._estimated_tokens, self._charged.tokens))
             self.pool.record_start()
@@ -560,7 +552,7 @@ class UpstreamCall:
                 return
             if (pause := self._retry_pause(failure, tried)) is None:
                 raise failure
-            if self._reservation is not None and self._charged.tokens:
+            if self._charged.tokens:
                 self._reservation.check()
             self.retries += 1
             self.pool.num_retries += 1

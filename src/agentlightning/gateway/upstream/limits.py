@@ -242,13 +242,10 @@ class TokenBucket:
         """When the bucket is full again."""
 
     def seconds_until(self, amount: float, most: float = 60.0) -> float:
-        """Seconds until a call of `amount` may start. One beyond the capacity starts when the bucket is full."""
+        """Seconds until a call of `amount` may start. One beyond the capacity starts when the bucket is full; with
+        `most` infinite, when `amount` is available in full."""
         seconds = max(0.0, self._full_at - self._clock()) + min(most, amount * self._seconds) - 60
         return seconds if seconds > _ROUNDING else 0.0
-
-    def seconds_for(self, amount: float) -> float:
-        """Seconds until `amount` is available in full."""
-        return self.seconds_until(amount, math.inf)
 
     def take(self, amount: float) -> None:
         """Take an amount; the balance may become negative."""
@@ -278,8 +275,8 @@ class RateLimiter:
         if not self._waiting and self._may_start(tokens):
             return self._record_start(tokens)
         # The duration of the calls in flight is unknown.
-        queued = self._tokens.seconds_for(tokens + sum(self._waiting))
-        seconds = max(self._requests.seconds_for(len(self._waiting) + 1), queued)
+        queued = self._tokens.seconds_until(tokens + sum(self._waiting), math.inf)
+        seconds = max(self._requests.seconds_until(len(self._waiting) + 1, math.inf), queued)
         if seconds > self._max_wait_seconds or self._max_wait_seconds == 0:
             raise self._limit_error(seconds)
         self._waiting.append(tokens)
@@ -336,25 +333,21 @@ BYTES_PER_AUDIO_TOKEN: Final = 32
 """Lower bound for audio in base64: the tightest encodings have a kilobyte per second, and no provider counts more
 than 32 tokens for it."""
 _IMAGES: Final = frozenset({*IMAGES, "computer_screenshot"})
+_AUDIO: Final = "input_audio"
 
 
 def max_prompt_tokens(body: bytes, image_tokens: int) -> int:
     """An upper bound for a prompt in any dialect: one token for two bytes of text, `image_tokens` for each image,
     inline or not, and one token for 32 bytes of audio. Other files count as text."""
-    images, image_bytes, audio_bytes, request = 0, 0, 0, None
+    request = None
     if b"image" in body or b"input_audio" in body:
         with suppress(orjson.JSONDecodeError):
             request = loads(body)
-    for part in _walk(request):
-        if isinstance(part, str):
-            continue
-        if (size := _image_bytes(part)) is not None:
-            images += 1
-            image_bytes += size
-        elif part.get("type") == "input_audio":
-            audio_bytes += _length(object_of(part, "input_audio").get("data"))
-    text = max(0, len(body) - image_bytes - audio_bytes)
-    return text // BYTES_PER_TOKEN + images * image_tokens + audio_bytes // BYTES_PER_AUDIO_TOKEN
+    parts = [part for part in _walk(request) if not isinstance(part, str)]
+    images = [size for part in parts if (size := _image_bytes(part)) is not None]
+    audio = sum(_length(object_of(each, _AUDIO).get("data")) for each in parts if each.get("type") == _AUDIO)
+    text = max(0, len(body) - sum(images) - audio)
+    return text // BYTES_PER_TOKEN + len(images) * image_tokens + audio // BYTES_PER_AUDIO_TOKEN
 
 
 def _walk(value: Any, skipped: Container[str] = ()) -> Iterator[str | Json]:

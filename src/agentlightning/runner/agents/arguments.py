@@ -1,4 +1,4 @@
-"""Arguments of an agent function, chosen by the name of each parameter.
+"""Arguments of an agent function, and of a reward function, chosen by the name of each parameter.
 
 | parameter | value |
 | --- | --- |
@@ -22,11 +22,13 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 from agentlightning.errors import AgentError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM
 from agentlightning.rollouts import AttemptedRollout
+from agentlightning.util.json_values import Json
 
 PARAMETERS = ("task", "llm", "prompt_template", "resources", "rollout", "base_url", "api_key", "model")
 
@@ -85,11 +87,11 @@ class Invocation:
         self.group = group
         self.on_program(group)
 
-    def named_values(self) -> dict[str, Any]:
+    def named_values(self) -> Json:
         """Values of the known parameters; those without a value are absent."""
         llm = first_llm(self.resources)
         template = next((r for r in self.resources.values() if isinstance(r, PromptTemplate)), None)
-        values: dict[str, Any] = {
+        values: Json = {
             "task": self.task,
             "llm": llm,
             "prompt_template": template,
@@ -123,7 +125,8 @@ def _bind(resource: LLM | PromptTemplate, server_url: str, environment: Mapping[
         return resource
     fields = dict(resource)
     del fields["resource_type"]
-    if _is_ours(resource, server_url):
+    # A policy in training is always served by our server, whatever host name its URL has.
+    if resource.policy_version is not None or resource.root_url == server_url.rstrip("/"):
         fields["endpoint"] = environment["OPENAI_BASE_URL"]
         fields["api_key"] = resource.api_key or environment["OPENAI_API_KEY"]
     elif isinstance(resource, ProxyLLM):
@@ -134,12 +137,7 @@ def _bind(resource: LLM | PromptTemplate, server_url: str, environment: Mapping[
     return AttemptLLM(**fields)
 
 
-def _is_ours(llm: LLM, server_url: str) -> bool:
-    """Whether the LLM is served by our server. A policy in training always is, whatever host name its URL has."""
-    return llm.policy_version is not None or llm.root_url == server_url.rstrip("/")
-
-
-SCALAR_TYPES = (str, int, float, bool)
+SCALAR_TYPES: Final = ("str", "int", "float", "bool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +147,6 @@ class Signature:
     function: Callable[..., Any]
     name: str
     parameters: tuple[inspect.Parameter, ...]
-    first: str | None
-    """Name of the first positional parameter."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Signature:
@@ -160,27 +156,22 @@ class Signature:
         except (TypeError, ValueError) as error:
             raise AgentError(f"the parameters of {name} cannot be read: {error}; wrap it in a function") from error
         parameters = tuple(p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-        first = next((p.name for p in parameters if p.kind != p.KEYWORD_ONLY), None)
-        return cls(function, name, parameters, first)
+        return cls(function, name, parameters)
 
-    def call(self, invocation: Invocation) -> Any:
-        """Call with injected arguments; an async function returns an awaitable. Raises AgentError for a parameter
-        without a value."""
+    def bind(self, invocation: Invocation) -> Callable[[], Any]:
+        """The function with injected arguments. Raises AgentError for a parameter without a value."""
         values = {**string_keys(invocation.task), **invocation.resources, **invocation.named_values()}
-        if self.first is not None and not (isinstance(invocation.task, Mapping) and self._first_is_scalar):
-            values.setdefault(self.first, invocation.task)
-        return self.apply(values)
+        for first in self.parameters[:1]:
+            # One annotated as a scalar is a key of a dict task, not the task itself.
+            is_key = getattr(first.annotation, "__name__", first.annotation) in SCALAR_TYPES
+            if first.kind != first.KEYWORD_ONLY and not (is_key and isinstance(invocation.task, Mapping)):
+                values.setdefault(first.name, invocation.task)
+        return self.bind_values(values)
 
-    @property
-    def _first_is_scalar(self) -> bool:
-        """Whether the first parameter is annotated as a scalar: then it is a key of the task, not the task itself."""
-        annotation = self.parameters[0].annotation
-        return any(annotation is kind or annotation == kind.__name__ for kind in SCALAR_TYPES)
-
-    def apply(self, values: Mapping[str, Any]) -> Any:
-        """Call with those values whose names are parameters."""
+    def bind_values(self, values: Mapping[str, Any]) -> Callable[[], Any]:
+        """The function with those values whose names are parameters."""
         args: list[Any] = []
-        kwargs: dict[str, Any] = {}
+        kwargs: Json = {}
         for parameter in self.parameters:
             if parameter.name in values:
                 if parameter.kind == parameter.POSITIONAL_ONLY:
@@ -189,12 +180,11 @@ class Signature:
                     kwargs[parameter.name] = values[parameter.name]
             elif parameter.default is parameter.empty:
                 raise AgentError(self._no_value_message(parameter.name, values))
-        return self.function(*args, **kwargs)
+        return partial(self.function, *args, **kwargs)
 
     def _no_value_message(self, name: str, values: Mapping[str, Any]) -> str:
         hint = difflib.get_close_matches(name, [*values, *PARAMETERS], n=1)
-        guess = f" Did you mean {hint[0]!r}?" if hint else ""
-        advice = " This rollout has none." if name in PARAMETERS else guess
+        advice = " This rollout has none." if name in PARAMETERS else f" Did you mean {hint[0]!r}?" if hint else ""
         if name == "prompt_template":
             advice += (
                 " Give one: prompts.NAME=TEXT in the settings, or from Python evaluate(resources={'NAME': TEXT}),"
@@ -206,6 +196,42 @@ class Signature:
         )
 
 
-def string_keys(task: Any) -> dict[str, Any]:
+def string_keys(task: Any) -> Json:
     """The fields of a dict task that a parameter can name."""
     return {key: value for key, value in task.items() if isinstance(key, str)} if isinstance(task, Mapping) else {}
+
+
+# -- reward functions --------------------------------------------------------------------------------------------------
+
+# A reward function gets its arguments by parameter name: `task`, `output`, `rollout`, `resources` and the keys of a
+# dict task. It may be async. It returns what `check_reward` of `tracing.rewards` takes. Without a reward function, a
+# number that the agent returns is its reward. Anything else fails the attempt; a missing reward never becomes 0.0.
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A user's reward function."""
+
+    signature: Signature
+
+    @classmethod
+    def of(cls, function: Any) -> RewardFunction:
+        """Raises AgentError for an object that cannot be called."""
+        if not callable(function):
+            raise AgentError(f"the reward is {function!r}, which cannot be called; pass a function")
+        return cls(Signature.of(function))
+
+    @property
+    def source(self) -> str:
+        return f"the reward function {self.signature.name}"
+
+    def start(self, invocation: Invocation, output: Any, **further: Any) -> Any:
+        """Call the function; an async one returns an awaitable. `further`: more arguments by parameter name."""
+        known = {
+            "task": invocation.task,
+            "output": output,
+            "rollout": invocation.rollout,
+            "resources": invocation.resources,
+            **further,
+        }
+        return self.signature.bind_values({**string_keys(invocation.task), **known})()

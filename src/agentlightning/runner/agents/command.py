@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation
-from agentlightning.runner.agents.loading import import_advice
+from agentlightning.runner.agents.spec import FORMS
 from agentlightning.util.json_values import dumps
 
 OUTPUT_BYTES = 1_000_000
@@ -40,14 +43,14 @@ class CommandError(AgentError):
             self.add_note(f"stderr:\n{stderr}")
 
 
-def check_executable(words: Sequence[str], forms: str) -> None:
+def check_executable(words: Sequence[str]) -> None:
     """Raise AgentError if there is no such program."""
     if shutil.which(words[0]) is not None:
         return
     hint = ""
     if words[0].endswith(".py"):
         hint = f"; did you mean `python {shlex.join(words)}` or `{words[0]}:NAME`?"
-    raise AgentError(f"agent {shlex.join(words)!r}: there is no program {words[0]!r} on the PATH{hint} ({forms})")
+    raise AgentError(f"agent {shlex.join(words)!r}: there is no program {words[0]!r} on the PATH{hint} ({FORMS})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class Command:
     grace: float = 2.0
     """Seconds between SIGTERM and SIGKILL."""
 
-    def blocks(self, invocation: Invocation) -> bool:
-        return False
+    def __call__(self, invocation: Invocation) -> Callable[[], Any]:
+        return partial(self.start, invocation)
 
     async def start(self, invocation: Invocation) -> str:
         """Run the program and return its output. Raises CommandError. Cancelling stops the program and all that is in
@@ -68,12 +71,7 @@ class Command:
         environment = {**os.environ, **invocation.environment, **task_variable(invocation.task)}
         execute = asyncio.get_running_loop().subprocess_exec
         starting = asyncio.ensure_future(execute(_Program, *self.words, env=environment, start_new_session=True))
-        cancelled = False
-        while not starting.done():
-            try:
-                await asyncio.wait({starting})
-            except asyncio.CancelledError:
-                cancelled = True  # once it runs, it is stopped with its children
+        cancelled = await wait_through_cancellation(starting)  # once it runs, it is stopped with its children
         try:
             transport, program = starting.result()
         except OSError as error:
@@ -82,8 +80,8 @@ class Command:
         invocation.run_group(group)
         stdin = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
         try:
-            if cancelled:
-                raise asyncio.CancelledError
+            if cancelled is not None:
+                raise cancelled
             stdin.write(dumps(invocation.task))
             stdin.close()
             await program.exited.wait()
@@ -103,6 +101,17 @@ class Command:
             ended = f"{name!r} {describe_exit(code)}"
             raise CommandError(f"{ended}: {advice}" if advice else ended, errors)
         return output
+
+
+async def wait_through_cancellation(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """Wait for the end of a future, even if cancelled meanwhile; the last cancellation."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
@@ -157,3 +166,53 @@ def describe_exit(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+# -- import advice ---------------------------------------------------------------------------------------------------
+
+# What to install where an agent could not be imported: a package is missing, or its version lacks what is imported.
+#
+# Reads the error as Python or Node.js prints it, because a command's own interpreter has raised it. Imports nothing.
+
+_MISSING: Final = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
+_LACKING: Final = re.compile(r"^ImportError: cannot import name '(\w+)' from '([\w.]+)'", re.M)
+_NODE: Final = re.compile(r"Cannot find (?:package|module) '((?:@[\w.-]+/)?[\w-][\w.-]*)'")
+
+_DISTRIBUTIONS: Final = {
+    "agent_framework": "agent-framework-core agent-framework-openai",
+    "agents": "openai-agents",
+    "autogen_agentchat": "autogen-agentchat",
+    "autogen_ext": "'autogen-ext[openai]'",
+    "google": "google-adk litellm",
+    "llama_index": "llama-index-core llama-index-llms-openai",
+    "pydantic_ai": "'pydantic-ai-slim[openai]'",
+    "strands": "'strands-agents[openai]'",
+}
+"""What pip calls a module, where that is not the module's name with hyphens."""
+
+
+def import_advice(errors: str, program: str) -> str | None:
+    """What to install, from the last import error in what `program` (the first word of its command) has printed; None
+    if it printed none.
+
+    >>> import_advice("ModuleNotFoundError: No module named 'agents'", "python3")
+    "the package 'agents' is not installed for python3; run: python3 -m pip install openai-agents"
+    """
+    if found := _MISSING.findall(errors):
+        module = name = found[-1]
+    elif found := _LACKING.findall(errors):
+        name, module = found[-1]
+        name = f"{module}.{name}"
+    else:
+        found = _NODE.findall(errors)
+        advice = "the package {0!r} is not installed; run in the folder of the agent: npm install {0}"
+        return advice.format(found[-1]) if found else None
+    top = module.partition(".")[0]
+    package = _DISTRIBUTIONS.get(top, top.replace("_", "-"))
+    pip = f"{shlex.quote(program)} -m pip" if Path(program).name.startswith("python") else "pip"
+    if name == top or (name == module and top == "google"):  # a namespace of many packages
+        return f"the package {top!r} is not installed for {program}; run: {pip} install {package}"
+    return (
+        f"the version of {top!r} installed for {program} has no {name}, so it is too old for this agent, or too new;"
+        f" for the newest, run: {pip} install --upgrade {package}"
+    )

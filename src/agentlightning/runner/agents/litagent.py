@@ -123,7 +123,7 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
         """Call the function with injected arguments; an async function returns an awaitable."""
         from agentlightning.runner.agents.arguments import Invocation, Signature  # keeps this module cheap to import
 
-        return Signature.of(self.function).call(Invocation(rollout=rollout, resources=resources, task=task))
+        return Signature.of(self.function).bind(Invocation(rollout=rollout, resources=resources, task=task))()
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
         result = self.rollout(task, resources, rollout)

@@ -139,8 +139,9 @@ def _spec_of_object(given: Any, role: str) -> Reference | Pickled:
     if not callable(given) and not isinstance(given, LitAgent):
         raise AgentError(not_callable_message(given, role))
     label = f"{getattr(given, '__module__', '?')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
-    if reference := _reference_to(given):
-        return reference
+    module = getattr(given, "__module__", None)
+    if isinstance(module, str) and importable(module) and (name := _name_in_module(given)):
+        return Reference(module, name)
     try:
         return Pickled(_pickle(given, label, role), label)
     except AgentError:
@@ -157,13 +158,6 @@ def _script_reference(given: Any) -> Reference | None:
     path = Path(file).resolve()
     name = _name_in_module(given) if _MAIN_GUARD.search(path.read_text(encoding="utf-8")) else None
     return Reference(str(path), name) if name else None
-
-
-def _reference_to(given: Any) -> Reference | None:
-    """A reference that leads another process to the same object, if there is one."""
-    module = getattr(given, "__module__", None)
-    name = _name_in_module(given) if isinstance(module, str) and importable(module) else None
-    return Reference(given.__module__, name) if name else None
 
 
 def _name_in_module(given: Any) -> str | None:
@@ -206,11 +200,8 @@ def _modules_to_pickle_by_value(given: Any) -> list[ModuleType]:
     inner = given.function if isinstance(given, FunctionAgent) else given
     homes = {getattr(thing, "__module__", None) for thing in (inner, type(inner))}
     modules = [sys.modules[home] for home in homes if isinstance(home, str) and home in sys.modules]
-    return [module for module in modules if module.__name__ != "__main__" and not _is_importable(module.__name__)]
-
-
-def _is_importable(module: str) -> bool:
-    return module in sys.builtin_module_names or importable(module)
+    elsewhere = {"__main__", *sys.builtin_module_names}
+    return [module for module in modules if not (module.__name__ in elsewhere or importable(module.__name__))]
 
 
 def resolve(module: ModuleType, name: str) -> Any:

@@ -34,7 +34,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -50,11 +50,9 @@ from agentlightning.attempt_variables import in_process_environment
 from agentlightning.errors import AgentError, Failure, MissingRewardError
 from agentlightning.resources import named_resources
 from agentlightning.runner import attempt_environ
-from agentlightning.runner.agents.agent import Agent, load_agent, load_object
-from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, bind_resources
-from agentlightning.runner.agents.command import CommandError, signal_group, task_variable
-from agentlightning.runner.agents.loading import user_traceback
-from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.runner.agents.agent import Agent, load_agent, load_object, user_traceback
+from agentlightning.runner.agents.arguments import Invocation, OwnProcessNeededError, RewardFunction, bind_resources
+from agentlightning.runner.agents.command import CommandError, signal_group, task_variable, wait_through_cancellation
 from agentlightning.runner.hosts.messages import (
     Done,
     Exited,
@@ -152,8 +150,8 @@ class Host:
     def _receive(self) -> None:
         """Handle messages until the runner disconnects. Then kill the commands and exit without waiting for threads.
         What else was started here, such as the workers of pools, goes with the process group."""
-        frames: FrameDecoder[ToHost] = FrameDecoder(ToHost)
-        self.send(Ready(os.getpid()))
+        frames = FrameDecoder[ToHost](ToHost)
+        self.send(Ready())
         with suppress(ConnectionResetError):
             while data := self._sock.recv(1 << 18):
                 for message in frames.feed(data):
@@ -170,7 +168,10 @@ class Host:
 
     def _handle(self, message: ToHost) -> None:
         if isinstance(message, Job):
-            task = without_hidden_fields(message.rollout.input, self._setup.load.hidden)
+            task = message.rollout.input
+            if isinstance(task, dict):
+                items = cast("dict[Any, Any]", task).items()
+                task = {key: value for key, value in items if key not in self._setup.load.hidden}
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
             invocation.on_program = lambda group: self.send(Program(message.job_id, group))
             self._running[message.job_id] = invocation
@@ -187,9 +188,8 @@ class Host:
         """Error boundary: every exception of the agent becomes a record."""
         failure: Failure | None = None
         output: Any = None
-        ids = invocation.rollout.rollout_id, invocation.rollout.attempt.attempt_id
         sink = _Sink(self, job)
-        with scope(*ids, sink, address=job.server_url, key=job.environment.get("AGL_KEY", "")):
+        with scope(*job.rollout.ids, sink, address=job.server_url, key=job.environment.get("AGL_KEY", "")):
             try:
                 output = shorten_output(await self._result(job, invocation, sink))
             except BaseException as error:  # noqa: BLE001  the only place where a failure of an agent becomes a record
@@ -199,7 +199,8 @@ class Host:
                     invocation.needs_process = invocation.needs_process or _needs_process(error)
                 if not invocation.cancelled and not invocation.needs_process:
                     emit_exception(error)
-            flush()
+            with suppress(Exception, asyncio.CancelledError):  # of the agent's own exporters; the attempt ends anyway
+                await self._call(flush)
         del self._running[job.job_id]
         self.send(Done(job.job_id, failure, output, invocation.needs_process))
 
@@ -215,13 +216,12 @@ class Host:
             output = await self._run(invocation)
         if invocation.needs_process:
             raise OwnProcessNeededError(invocation.needs_process)
-        ids = job.rollout.rollout_id, job.rollout.attempt.attempt_id
         if self._setup.reward is None:
-            return _record_output(output, sink, *ids)
+            return _record_output(output, sink)
         # Outside of the attempt's environment, so that its own model calls are not redirected.
         given = replace(invocation, rollout=job.rollout, task=job.rollout.input, resources=resources)
         reward = self._setup.reward
-        with scope(*ids, replace(sink, judge=True), "judge", address=job.server_url, role="judge"):
+        with scope(*job.rollout.ids, replace(sink, judge=True), "judge", address=job.server_url, role="judge"):
             try:
                 value = check_reward(await self._call(reward.start, given, output), reward.source)
             except MissingRewardError as error:
@@ -248,7 +248,7 @@ class Host:
 
     async def _run(self, invocation: Invocation) -> Any:
         """The agent's return value."""
-        return await self._call(self._setup.agent.start, invocation)
+        return await self._call(self._setup.agent(invocation))
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call code of the user, and await what it returns, if that is to be awaited."""
@@ -286,23 +286,17 @@ class SharedHost(Host):
         self._loop.call_soon_threadsafe(cancel)
 
     async def _run(self, invocation: Invocation) -> Any:
-        if self._setup.agent.blocks(invocation):
-            return await super()._run(invocation)
-        return await _awaited(self._setup.agent.start(invocation))
+        function = self._setup.agent(invocation)
+        return await (function() if inspect.iscoroutinefunction(function) else self._call(function))
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function in a thread. Does not return before the thread ends, even if cancelled."""
         future = asyncio.wrap_future(self._threads.submit(_result_or_error, function, *args))
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.shield(future)
-            except asyncio.CancelledError as error:
-                cancelled = error
+        cancelled = await wait_through_cancellation(future)
         value, error = future.result()
         if (error := cancelled or error) is not None:
             raise error
-        return await _awaited(value)
+        return await value if inspect.isawaitable(value) else value
 
     def _refuse_change(self, what: str) -> None:
         """Called before the state of this process changes. Raises where that is seen by other attempts."""
@@ -329,7 +323,7 @@ class LoneHost(Host):
     alone = True
 
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
-        self._work: SimpleQueue[Coroutine[Any, Any, None]] = SimpleQueue()
+        self._work = SimpleQueue[Coroutine[Any, Any, None]]()
         self._loop = asyncio.Runner()
         """One loop for agent and reward: a client that is made once belongs to it."""
         self._awaiting: asyncio.Task[Any] | None = None
@@ -374,13 +368,6 @@ def _encoded(message: FromHost) -> bytes:
         raise
 
 
-def without_hidden_fields(task: Any, hidden: Sequence[str]) -> Any:
-    """The task without its hidden fields."""
-    if not hidden or not isinstance(task, Mapping):
-        return task
-    return {key: value for key, value in cast(Mapping[Any, Any], task).items() if key not in hidden}
-
-
 def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
     # A future cannot carry every exception: StopIteration and KeyboardInterrupt would be lost.
     mark_owner()
@@ -399,25 +386,17 @@ def _needs_process(error: BaseException | None) -> str:
     return ""
 
 
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
-
-
 # -- return values ------------------------------------------------------------------------------------------
 
 
-def _record_output(output: Any, sink: _Sink, rollout_id: str, attempt_id: str) -> Any:
+def _record_output(output: Any, sink: _Sink) -> Any:
     """Record a returned reward, or returned spans as those of the attempt, and return None for them; return any other
     output unchanged."""
     if isinstance(output, list) and output and all(isinstance(each, Span | ReadableSpan) for each in output):
-        sink.put(
-            [
-                replace(span, rollout_id=rollout_id, attempt_id=attempt_id)
-                if isinstance(span, Span)
-                else to_span(span, rollout_id, attempt_id)
-                for span in cast("list[Span | ReadableSpan]", output)
-            ]
-        )
+        rollout_id, attempt_id = sink.job.rollout.ids
+        given = cast("list[Span | ReadableSpan]", output)
+        spans = [each if isinstance(each, Span) else to_span(each, "", "") for each in given]
+        sink.put([replace(each, rollout_id=rollout_id, attempt_id=attempt_id) for each in spans])
     elif looks_like_reward(output):
         emit_reward(check_reward(output, "the agent"))
     else:
@@ -445,15 +424,6 @@ KILL_SECONDS = 1.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
-    """A forked host process."""
-
-    host_id: int
-    report: IO[bytes]
-    """File that `faulthandler` writes to when the host crashes."""
-
-
 def main() -> None:
     """Serve one runner until it disconnects."""
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -466,7 +436,8 @@ def main() -> None:
     client_headers.install()
     attempt_environ.carry_context()
     attempt_environ.process_state.install()
-    _adopt_orphans()
+    with suppress(OSError, AttributeError):  # on Linux: have the descendants whose parents have exited as children
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         setup = prepare(load)
     except AgentError as error:
@@ -507,11 +478,12 @@ class ForkServer:
     def __init__(self, control: socket.socket, setup: Setup) -> None:
         self._control = control
         self._setup = setup
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, tuple[int, IO[bytes]]] = {}
+        """Process id -> the id of the host, and the file that `faulthandler` writes to when it crashes."""
         self._ended_groups: dict[int, float] = {}
         """Groups of hosts that have exited -> when what is left of them is killed."""
-        self._fds: deque[int] = deque()
-        self._frames: FrameDecoder[ToForkServer] = FrameDecoder(ToForkServer)
+        self._fds = deque[int]()
+        self._frames = FrameDecoder[ToForkServer](ToForkServer)
         self._wake, self._waker = socket.socketpair()
         for end in (self._wake, self._waker):
             end.setblocking(False)
@@ -522,7 +494,7 @@ class ForkServer:
         connected = True
         while connected:
             seconds = KILL_SECONDS if self._ended_groups else None
-            readable, _, _ = select.select([self._control, self._wake], [], [], seconds)
+            readable = select.select([self._control, self._wake], [], [], seconds)[0]
             if self._wake in readable:
                 self._reap()
             if self._control in readable:
@@ -545,8 +517,8 @@ class ForkServer:
         if isinstance(message, Fork):
             self._fork(message.host_id, self._fds.popleft(), message.alone)
             return
-        for pid, child in self._children.items():
-            if child.host_id == message.host_id:
+        for pid, (host_id, _) in self._children.items():
+            if host_id == message.host_id:
                 os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot belong to another process
 
     def _fork(self, host_id: int, fd: int, alone: bool) -> None:
@@ -559,7 +531,7 @@ class ForkServer:
         with suppress(OSError):  # both do it, so that neither has to wait for the other
             os.setpgid(pid, pid)
         os.close(fd)
-        self._children[pid] = _Child(host_id, report)
+        self._children[pid] = host_id, report
 
     def _become_host(self, sock: socket.socket, report: IO[bytes], alone: bool) -> NoReturn:
         code = 1
@@ -570,7 +542,9 @@ class ForkServer:
             for end in (self._control, self._wake, self._waker):
                 end.close()
             faulthandler.enable(report, all_threads=False)
-            _reseed()
+            # Python reseeds `random` in a forked child by itself; NumPy's global generator would repeat in every host.
+            if (numpy := cast(Any, sys.modules.get("numpy"))) is not None:
+                numpy.random.seed()
             (LoneHost if alone else SharedHost)(sock, self._setup).serve()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -591,18 +565,16 @@ class ForkServer:
                 if child is not None:
                     self._ended_groups[ended[0]] = time.monotonic() + KILL_SECONDS
                     signal_group(ended[0], signal.SIGTERM)  # which multiprocessing's trackers of resources survive
-                    self._report(child, os.waitstatus_to_exitcode(ended[1]))
+                    host_id, report = child
+                    text = os.pread(report.fileno(), 64_000, 0).decode(errors="replace")
+                    report.close()
+                    _send(self._control, Exited(host_id, os.waitstatus_to_exitcode(ended[1]), text))
 
     def _kill_groups(self, now: float) -> None:
         """Kill what is left of groups whose time is over."""
         for group in [group for group, until in self._ended_groups.items() if until <= now]:
             del self._ended_groups[group]
             signal_group(group, signal.SIGKILL)
-
-    def _report(self, child: _Child, status: int) -> None:
-        text = os.pread(child.report.fileno(), 64_000, 0).decode(errors="replace")
-        child.report.close()
-        _send(self._control, Exited(child.host_id, status, text))
 
     def _shut_down(self) -> None:
         deadline = time.monotonic() + SHUTDOWN_SECONDS
@@ -620,12 +592,6 @@ class ForkServer:
             time.sleep(0.01)
 
 
-def _adopt_orphans() -> None:
-    """On Linux, have the descendants whose parents have exited as children."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def _child_pids() -> list[int]:
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -636,10 +602,3 @@ def _child_pids() -> list[int]:
 
 def _on_sigchld(*_: object) -> None:
     """Empty: with a handler installed, SIGCHLD writes to the wake-up socket."""
-
-
-def _reseed() -> None:
-    """Python reseeds `random` in a forked child by itself; NumPy's global generator would repeat in every host."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()

@@ -22,11 +22,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final, cast
 
 from msgspec.structs import replace
 
@@ -35,8 +35,6 @@ from agentlightning.errors import AgentError, ConfigError
 from agentlightning.resources import NamedResources, named_resources
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.command import describe_exit, signal_group
-from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_spec
-from agentlightning.runner.attempt_environ import check_variables
 from agentlightning.runner.hosts.messages import (
     Cancel,
     Done,
@@ -104,11 +102,6 @@ class RunningAttempt:
     program: int = 0
     """The process group of the program that it runs; 0 for none."""
 
-    def forward(self, spans: Sequence[Span]) -> None:
-        """Forward spans as spans of this attempt, whatever ids they carry."""
-        rollout_id, attempt_id = self.job.rollout.rollout_id, self.job.rollout.attempt.attempt_id
-        self.on_spans([agent_span(replace(each, rollout_id=rollout_id, attempt_id=attempt_id)) for each in spans])
-
 
 class AttemptProcess(asyncio.Protocol):
     """The runner's side of one process. `kill` kills it and its process group; `on_change` is called when it may take
@@ -120,6 +113,8 @@ class AttemptProcess(asyncio.Protocol):
         self.alone = alone
         """It runs one attempt, on its main thread."""
         self.attempts: dict[int, RunningAttempt] = {}
+        self.connecting: asyncio.Task[Any] | None = None
+        """Held, so that it is not collected."""
         self.ready = False
         self.retired = alone
         self.ending = False
@@ -129,7 +124,7 @@ class AttemptProcess(asyncio.Protocol):
         self._killed: str | None = None
         """Why it was killed while attempts ran in it, for their error message."""
         self._transport: asyncio.Transport | None = None
-        self._frames: FrameDecoder[FromHost] = FrameDecoder(FromHost)
+        self._frames = FrameDecoder[FromHost](FromHost)
         self._outbox: list[bytes] = []
 
     @property
@@ -140,7 +135,7 @@ class AttemptProcess(asyncio.Protocol):
     @property
     def capacity(self) -> int:
         """How many attempts that are waited for it can have."""
-        return max(0, self._slots - self.stopped) if self.ready and self.usable else 0
+        return max(0, self._slots - self.stopped) if self.usable else 0
 
     @property
     def free(self) -> int:
@@ -149,19 +144,19 @@ class AttemptProcess(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         blocked = any(each.stopped and not each.acknowledged for each in self.attempts.values())
-        return not (self.retired or blocked or self._killed or self.exited)
+        return self.ready and not (self.retired or blocked or self._killed or self.exited)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
-    async def call(self, job: Job, on_spans: OnSpans, timeout: float | None) -> Done:
-        """Run one attempt until it ends. Cancelling stops it. Raises TimeoutError after `timeout` seconds, MessageError
-        for a task that cannot be encoded, AgentCrashedError or LostAttemptError when the process exits."""
+    async def call(self, job: Job, on_spans: OnSpans) -> Done:
+        """Run one attempt until it ends. Cancelling stops it. Raises TimeoutError after its time, MessageError for a
+        task that cannot be encoded, AgentCrashedError or LostAttemptError when the process exits."""
         data = encode(job)
         attempt = RunningAttempt(job, asyncio.get_running_loop().create_future(), on_spans)
         self.attempts[job.job_id] = attempt
         self._send(data)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(job.rollout.config.timeout_seconds):
                 return await attempt.done
         except (TimeoutError, asyncio.CancelledError):
             self._stop(attempt)
@@ -244,7 +239,10 @@ class AttemptProcess(asyncio.Protocol):
             attempt.program = message.group
         elif isinstance(message, Spans):
             if not attempt.stopped:
-                attempt.forward(message.spans)
+                # As spans of this attempt, whatever ids they carry.
+                rollout_id, attempt_id = attempt.job.rollout.ids
+                own = [replace(each, rollout_id=rollout_id, attempt_id=attempt_id) for each in message.spans]
+                attempt.on_spans(list(map(agent_span, own)))
         elif isinstance(message, Stopping):
             attempt.acknowledged = True
             self._on_change()
@@ -307,49 +305,39 @@ class HostPool:
     """Processes that run one agent.
 
     `concurrency` attempts run at once, spread over `hosts` processes; with `fresh`, each attempt has its own process,
-    whose main thread runs it and which exits with it. `env` maps environment variables to the fields of a dict task
-    that they hold; the fields in `hide` are given to the reward function only, not to the agent. `cwd` is the working
-    directory of the agent, `log` the file that its stdout and stderr are appended to (default: this process's stderr).
-    A stopped attempt has `grace` seconds to end. `on_change` is called when capacity may have changed, `on_broken` when
-    no process can be started.
+    whose main thread runs it and which exits with it. `cwd` is the working directory of the agent, `log` the file that
+    its stdout and stderr are appended to (default: this process's stderr). `on_change` is called when capacity may have
+    changed, `on_broken` when no process can be started.
     """
 
     def __init__(
         self,
-        agent: AgentLike,
+        load: Load,
         *,
-        reward: Callable[..., Any] | str | None,
         concurrency: int,
         hosts: int,
         fresh: bool,
-        env: Mapping[str, str] | None,
-        hide: Sequence[str],
         cwd: str | Path | None,
         log: str | Path | None,
-        grace: float,
         on_change: Callable[[], None],
         on_broken: Callable[[AgentError], None],
     ) -> None:
         if not 1 <= hosts <= concurrency and not fresh:
             raise ConfigError(f"hosts={hosts}, concurrency={concurrency}: use 1 <= hosts <= concurrency")
-        self.agent = agent_spec(agent)
+        self.agent = load.agent
         self.fresh = fresh
         """Each attempt has a new process."""
         self.crashes = 0
         """Number of processes that exited unexpectedly."""
         self._concurrency, self._size, self._slots = concurrency, hosts, math.ceil(concurrency / max(hosts, 1))
-        self._grace = grace
+        self._load = replace(load, slots=self._slots)
         self._on_change, self._on_broken = on_change, on_broken
-        reward_spec = None if reward is None else function_spec(reward)
-        fields = check_variables(env or {}, hide)
-        self._load = Load(self.agent, reward_spec, (), self._slots, fields, tuple(hide), grace)
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self._log = None if log is None else Path(log)
         self._fork_server: subprocess.Popen[bytes] | None = None
-        self._frames: FrameDecoder[FromForkServer] = FrameDecoder(FromForkServer)
+        self._frames = FrameDecoder[FromForkServer](FromForkServer)
         self._trimming: asyncio.Task[None] | None = None
         self._processes: dict[int, AttemptProcess] = {}
-        self._connecting = set[asyncio.Task[Any]]()
         self._numbers, self._job_ids = itertools.count(1), itertools.count(1)
         self._changed = asyncio.Event()
         self._failed_starts = 0
@@ -358,7 +346,7 @@ class HostPool:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def spawn(self, variables: Mapping[str, str] | None = None) -> None:
+    def spawn(self, variables: dict[str, str]) -> None:
         """Start importing the agent in another process; `variables` override this process's environment. Needs no event
         loop. Idempotent. Raises AgentError."""
         if self._fork_server is not None:
@@ -367,7 +355,8 @@ class HostPool:
             raise AgentError(f"the agent's directory cwd={str(self._cwd)!r} does not exist")
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-c", BOOT, str(theirs.fileno()), HOME]
-        with theirs, _output(self._log) as output:
+        # Agents print to the log, or our stderr; never to our stdout, which carries the results of a command.
+        with theirs, open(os.dup(2), "wb") if self._log is None else open(self._log, "ab") as output:
             # A new session, so that Ctrl-C reaches only the runner, which decides what happens to the attempts.
             self._fork_server = subprocess.Popen(
                 command,
@@ -379,11 +368,10 @@ class HostPool:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._request(replace(self._load, sys_path=_python_path(self._cwd), variables=dict(variables or {})))
+        self._request(replace(self._load, sys_path=_python_path(self._cwd), variables=variables))
 
     async def start(self) -> None:
-        """Wait until the agent is imported and attempts can run. Raises AgentError."""
-        self.spawn()
+        """Wait until the agent is imported, after `spawn`, and attempts can run. Raises AgentError."""
         loop = asyncio.get_running_loop()
         self._loaded = loop.create_future()
         loop.add_reader(self._control, self._receive)
@@ -421,25 +409,24 @@ class HostPool:
         processes = self._processes.values()
         if self.fresh:
             return self._concurrency - sum(process.stopped for process in processes)
-        return sum(process.capacity for process in processes if not process.alone)
+        return min(self._concurrency, sum(process.capacity for process in processes if not process.alone))
 
     async def run(
         self,
         rollout: AttemptedRollout,
         resources: NamedResources,
         server_url: str,
-        environment: Mapping[str, str],
+        environment: dict[str, str],
         on_spans: OnSpans,
-        timeout: float | None,
         alone: bool,
     ) -> Done:
-        """Run one attempt until it ends, in a new process if `alone`. Raises TimeoutError after `timeout` seconds,
+        """Run one attempt until it ends, in a new process if `alone`. Raises TimeoutError after its time,
         AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
         process of its own. Cancelling stops the attempt."""
         dumped = named_resources.dump_python(resources, mode="json")
-        job = Job(next(self._job_ids), rollout, dumped, server_url, dict(environment))
+        job = Job(next(self._job_ids), rollout, dumped, server_url, environment)
         process = self._fork(alone=True) if alone or self.fresh else await self._least_busy()
-        done = await process.call(job, on_spans, timeout)
+        done = await process.call(job, on_spans)
         if not done.needs_process:
             return done
         self._separate(done.needs_process)
@@ -459,7 +446,7 @@ class HostPool:
             process.retire()
 
     async def _least_busy(self) -> AttemptProcess:
-        while not (found := [each for each in self._processes.values() if each.ready and each.free > 0]):
+        while not (found := [each for each in self._processes.values() if each.free > 0]):
             self._check()
             await self._changed.wait()
         return max(found, key=lambda process: process.free)
@@ -480,14 +467,13 @@ class HostPool:
                 self._request(Kill(number))
 
         process = self._processes[number] = AttemptProcess(
-            1 if alone else self._slots, alone=alone, grace=self._grace, kill=kill, on_change=self._notify_change
+            1 if alone else self._slots, alone=alone, grace=self._load.grace, kill=kill, on_change=self._notify_change
         )
         ours, theirs = socket.socketpair()
         with theirs:
             self._request(Fork(number, alone), theirs)
         ours.setblocking(False)
-        self._connecting.add(task := loop.create_task(loop.create_unix_connection(lambda: process, sock=ours)))
-        task.add_done_callback(self._connecting.discard)
+        process.connecting = loop.create_task(loop.create_unix_connection(lambda: process, sock=ours))
         return process
 
     def _notify_change(self) -> None:
@@ -565,11 +551,6 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _output(log: Path | None) -> IO[Any]:
-    """The file agents print to: the log, or our stderr. Never our stdout, which carries the results of a command."""
-    return open(os.dup(2), "wb") if log is None else open(log, "ab")
 
 
 def _python_path(cwd: Path) -> tuple[str, ...]:

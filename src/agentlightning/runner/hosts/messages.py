@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from pydantic import BaseModel
 
 from agentlightning.errors import AgentError, Failure
 from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.spec import AgentSpec, Pickled, Reference
 from agentlightning.span import Span
+from agentlightning.tracing.messages import to_jsonable
 from agentlightning.util.json_values import pack, unpack_large
 
 MAX_BYTES = 256 * 1024 * 1024
@@ -40,14 +40,15 @@ class Load(Message, frozen=True):
 
     agent: AgentSpec
     reward: Reference | Pickled | None
-    sys_path: tuple[str, ...]
-    slots: int
-    """Maximum number of concurrent attempts of one host."""
     fields: dict[str, str]
     """Environment variable -> the field of a dict task it holds."""
     hidden: tuple[str, ...]
     """Fields of a dict task that are given to the reward function only."""
     grace: float
+    """Seconds that a stopped attempt has to end."""
+    slots: int = 1
+    """Maximum number of concurrent attempts of one host."""
+    sys_path: tuple[str, ...] = ()
     variables: dict[str, str] = {}
     """Environment variables to set while the agent is imported."""
 
@@ -111,8 +112,6 @@ class Cancel(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The host accepts jobs."""
 
-    pid: int
-
 
 class Program(Message, frozen=True):
     """An attempt has started a program, or it has ended."""
@@ -157,17 +156,11 @@ _LENGTH = struct.Struct("!Q")
 Kind = TypeVar("Kind")
 
 
-def _encode_model(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    raise TypeError(f"{type(value).__qualname__} cannot be sent")
-
-
 def _decode_model(kind: type[Any], value: Any) -> Any:
     return kind.model_validate(value)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_model)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_jsonable)
 
 
 def encode(message: Message) -> bytes:
@@ -200,7 +193,7 @@ class FrameDecoder(Generic[Kind]):
             end = _LENGTH.size + length
             if len(self._data) < end:
                 return
-            body = bytes(memoryview(self._data)[_LENGTH.size : end])
+            body = self._data[_LENGTH.size : end]
             del self._data[:end]
             try:
                 yield self._decoder.decode(body)

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import orjson
-
 from agentlightning.errors import MissingExtraError
 from agentlightning.span import LOGPROBS, PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, Span
 from agentlightning.store.export.jsonl import FORMAT, VERSION, Item, ResourcesRecord, fields_of, resources_fields
 from agentlightning.store.sql import pack
+from agentlightning.util.json_values import dumps
 
 try:
     import pyarrow
@@ -97,12 +96,8 @@ def _rows(item: Item) -> Iterator[dict[str, Any]]:
 
 
 def _row(kind: Literal["resources", "rollout", "attempt", "span"], fields: dict[str, Any]) -> dict[str, Any]:
-    columns = {name: _json(value) if name in JSON_COLUMNS else value for name, value in fields.items()}
+    columns = {name: dumps(value).decode() if name in JSON_COLUMNS else value for name, value in fields.items()}
     return {"type": kind, **columns}
-
-
-def _json(value: Any) -> str:
-    return orjson.dumps(value).decode()
 
 
 def _span_columns(span: Span) -> dict[str, Any]:

@@ -213,7 +213,8 @@ class BatchHandler:
     async def _add_spans(self, calls: Sequence[Call]) -> None:
         """Add the spans of all calls in one call of the store, which is much faster. If that fails, each call is made
         on its own, so that only those fail that have to."""
-        sent = [_spans_of(call) for call in calls]
+        given = [call.arguments for call in calls]
+        sent = [arguments["spans"] if "spans" in arguments else [arguments["span"]] for arguments in given]
         try:
             stored = iter(await self.store.add_many_spans([span for spans in sent for span in spans]))
         except (AgentLightningError, OverflowError, UnicodeError):
@@ -264,10 +265,6 @@ def _span_result(sent: Span, stored: Span) -> int | Span:
     return stored.sequence_id if same else stored
 
 
-def _spans_of(call: Call) -> Sequence[Span]:
-    return call.arguments["spans"] if "spans" in call.arguments else [call.arguments["span"]]
-
-
 # -- REST ------------------------------------------------------------------------------------------------------------
 
 
@@ -298,11 +295,9 @@ class RestApi:
         if operation.with_attempts:
             rollout = await self.store.get_rollout_by_id(**arguments)
             result = call.encode(rollout and (await self._with_attempts([rollout]))[0])
-        elif limit_wait(call):
-            with cancel_on_disconnect(request.receive):
-                result = await execute(self.store, call)
         else:
-            result = await execute(self.store, call)
+            with cancel_on_disconnect(request.receive) if limit_wait(call) else nullcontext():
+                result = await execute(self.store, call)
         return respond(result, operation.status)
 
     async def _page(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[bytes]:

@@ -77,6 +77,7 @@ def limit_queue(tx: Tx, name: str, limit: int | None) -> None:
     change = "ON CONFLICT (name) DO UPDATE SET max_open = excluded.max_open"
     tx.run(insert("queues", ("name", "max_open"), change)(1), name, limit)
     tx.queued = True
+    tx.generation += 1
 
 
 # -- deleting --------------------------------------------------------------------------------------------------------

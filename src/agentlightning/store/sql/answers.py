@@ -32,26 +32,26 @@ class AnsweredCalls:
     """The keyed calls of one transaction: those answered before, and those answered now."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[bytes, bytes | None]] = {}
-        self._new: dict[str, tuple[bytes, bytes | None]] = {}
+        self._known: dict[str, tuple[bytes, bytes | None]] = {}
+        self._new: list[str] = []
         self._since_trim = 0
 
     def load(self, tx: Tx, keys: list[str]) -> None:
         """Begin a transaction with these keys."""
-        self._before, self._new = {}, {}
+        self._known, self._new = {}, []
         if keys:
             rows = tx.all("SELECT key, digest, answer FROM answered_calls WHERE key = ANY (?)", keys)
-            self._before = {key: (digest, answer) for key, digest, answer in rows}
+            self._known = {key: (digest, answer) for key, digest, answer in rows}
 
     def run(self, call: IdempotentCall, work: Callable[[], Any], convert: Callable[[Any], Any] | None) -> Any:
         """Run `work` unless the key is known. Raises AlreadyAnsweredError for a repeated call, ConflictError for a key
         that was used with other arguments. A call that raises leaves no row: it did nothing."""
-        known = self._before.get(call.key) or self._new.get(call.key)
-        if known is None:
+        if call.key not in self._known:
             result = work()
-            self._new[call.key] = (call.digest, call.encoded(result if convert is None else convert(result)))
+            self._known[call.key] = (call.digest, call.encoded(result if convert is None else convert(result)))
+            self._new.append(call.key)
             return result
-        digest, answer = known
+        digest, answer = self._known[call.key]
         if digest != call.digest:
             raise ConflictError(
                 "this idempotency key was used for a call with other arguments; use a new key for each call, and the "
@@ -63,8 +63,8 @@ class AnsweredCalls:
         """Insert the new rows, at the end of a transaction."""
         if not self._new:
             return
-        rows = [(key, digest, tx.wall, answer) for key, (digest, answer) in sorted(self._new.items())]
-        self._new = {}
+        rows = [(key, digest, tx.wall, answer) for key in sorted(self._new) for digest, answer in [self._known[key]]]
+        self._new = []
         tx.connection.write(_INSERT, rows)
         tx.count(_BYTES, sum([ROW_BYTES + len(answer or b"") for *_, answer in rows]))
         self._since_trim += len(rows)

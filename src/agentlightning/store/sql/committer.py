@@ -21,12 +21,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
 
 from agentlightning.errors import StoreClosedError, StoreError, StoreVersionError
-from agentlightning.rollouts import is_private_queue
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.answers import AnsweredCalls
 from agentlightning.store.sql.rollouts import ClaimRollouts, Claims, QueueNames, expire
@@ -44,6 +42,8 @@ MAX_BATCH: Final = 1024
 """Commands in one transaction at most, which bounds the latency of the first one."""
 TICK_SECONDS: Final = 0.25
 """Deadlines are checked no more often than this."""
+MAX_TURN_SECONDS: Final = 0.02
+"""How long a batch waits at most for the callers of the one before."""
 POLL_SECONDS: Final = 0.5
 """How often an idle store checks what other processes wrote."""
 
@@ -250,7 +250,7 @@ class _Committed(NamedTuple):
 
     undone: int
     """Results whose callers were gone."""
-    notifications: int
+    notifications: list[Notification]
     """Of other processes, on which it acted."""
     deadlines_checked: bool
     next_deadline: float | None
@@ -290,6 +290,11 @@ class Committer(DatabaseThread):
         """Logged once, not for each tick that fails the same way."""
         self._committed: list[Result] = []
         """Durable results that are not delivered yet."""
+        self._commit_seconds = self._turn_seconds = self._delivered_at = 0.0
+        """How long the last commit took; how long the last callers took to run once they had their results, and when
+        that was."""
+        self._callers_ran = threading.Event()
+        """The callers of the results delivered last have run."""
         self.commits = 0
         super().__init__(name, database, connection)
         self._listener = None
@@ -346,17 +351,20 @@ class Committer(DatabaseThread):
         now = self._clock.steady()
         return (now >= self._next_deadline or self._clock.stale) and abs(now - self._last_tick) >= TICK_SECONDS
 
-    @property
-    def _deliver_at_once(self) -> bool:
-        """Whether durable results are delivered before the next batch. Otherwise, while commands are queued, results
-        are delivered just before the next commit: a commit releases the interpreter lock, so the callers of one batch
-        run while the next is written. Not where another process may hold up the next batch."""
-        return self._database.shared or self._changed_elsewhere
-
     def _deliver_committed(self) -> None:
         if self._committed:
             results, self._committed = self._committed, []
+            self._callers_ran.clear()
+            self._delivered_at = time.perf_counter()
             self._deliver(results)
+
+    def _resolve(self, results: list[Result]) -> None:
+        super()._resolve(results)
+        results[0][0].loop.call_soon(self._on_callers_ran)  # after them
+
+    def _on_callers_ran(self) -> None:
+        self._turn_seconds = time.perf_counter() - self._delivered_at
+        self._callers_ran.set()
 
     # -- one batch ---------------------------------------------------------------------------------------------------
 
@@ -369,8 +377,16 @@ class Committer(DatabaseThread):
             for command, _, _ in results:
                 self._notify_observer(command, started, seconds, len(batch))
         self._running = []
-        if self._queue.empty() or self._deliver_at_once:
+        # Where a commit takes longer than callers need to call again, the next one is to have their calls, too.
+        # Otherwise, while commands are queued, results are delivered just before the next commit: it releases the
+        # interpreter lock, so the callers of one batch run while the next is written. Not where another process may
+        # hold up the next batch.
+        slow_commits = self._turn_seconds < self._commit_seconds
+        at_once = slow_commits or self._queue.empty() or self._database.shared or self._changed_elsewhere
+        if self._committed and at_once:
             self._deliver_committed()
+            if slow_commits:
+                self._callers_ran.wait(min(self._commit_seconds, MAX_TURN_SECONDS))
 
     def _try_batch(self, batch: list[Command]) -> list[Result]:
         """Run a batch in one transaction, without the commands that fail after they have changed something. If it fails
@@ -486,11 +502,13 @@ class Committer(DatabaseThread):
         self._deliver_committed()
         if writes:
             connection.notify(*own)
+            started = time.perf_counter()
             connection.commit()
+            self._commit_seconds = time.perf_counter() - started
             self.commits += 1
         else:
             connection.rollback()
-        return _Committed(len(undelivered), len(notifications), due or changed_elsewhere, next_deadline)
+        return _Committed(len(undelivered), notifications, due or changed_elsewhere, next_deadline)
 
     def _begin(self, called: bool, writes: bool, durable: bool) -> tuple[bool, bool]:
         """Begin a transaction, with the clock in sync. Returns whether it writes, and whether to look at everything
@@ -520,13 +538,12 @@ class Committer(DatabaseThread):
 
     def _after_commit(self, committed: _Committed) -> None:
         self.spans.recent.committed()
-        finished = self.tx.finished.union(
-            *(each or () for _, each in islice(self._notifications, committed.notifications))
-        )
+        finished = self.tx.finished.union(*[each or () for _, each in committed.notifications])
         self.waits.notify(None if self._changed_elsewhere else finished)
-        for queue, count in ((self._undelivered, committed.undone), (self._notifications, committed.notifications)):
-            for _ in range(count):
-                queue.popleft()
+        for _ in range(committed.undone):
+            self._undelivered.popleft()
+        for _ in committed.notifications:
+            self._notifications.popleft()
         if committed.deadlines_checked:
             self._last_tick = self._clock.steady()
         deadlines = [each for each in (committed.next_deadline, self.tx.deadline) if each is not None]
@@ -540,21 +557,13 @@ class Committer(DatabaseThread):
     def _prefetch(self, commands: list[Command]) -> None:
         """Load the rows that the commands name: on a shared database, in the one order in which rows are locked."""
         tx = self.tx
-        rollouts, attempts, workers, beats, keys = list[str](), list[str](), list[str](), list[str](), list[str]()
-        tx.new_rollouts = 0
-        for command in commands:
-            rollouts += command.rollouts
-            attempts += command.attempts
-            workers += command.workers
-            tx.new_rollouts += command.new_rollouts
-            if command.name == "update_worker":
-                beats += command.workers
-            if command.idempotent is not None:
-                keys.append(command.idempotent.key)
-        self._answered.load(tx, keys)
-        tx.load_workers(workers)
-        tx.load_open_attempts(beats)
+        tx.new_rollouts = sum([command.new_rollouts for command in commands])
+        self._answered.load(tx, [command.idempotent.key for command in commands if command.idempotent is not None])
+        tx.load_workers([name for command in commands for name in command.workers])
+        tx.load_open_attempts([name for each in commands if each.name == "update_worker" for name in each.workers])
+        attempts = [name for command in commands for name in command.attempts]
         tx.load_owners(attempts)
+        rollouts = [name for command in commands for name in command.rollouts]
         tx.load([*rollouts, *filter(None, map(tx.owners.get, attempts))])
 
     # -- running commands --------------------------------------------------------------------------------------------
@@ -567,8 +576,7 @@ class Committer(DatabaseThread):
         empty: set[QueueNames] = set()
         for command in claims:
             names = command.queues
-            hopeless = names in empty or (None in empty and not _names_private_queue(names))
-            if hopeless and not command.attempts:  # another claim of the same queues has found nothing
+            if names in empty and not command.attempts:  # another claim of the same queues has found nothing
                 self._waiting.setdefault(command)
             elif not self._run_command(command, results):
                 empty.add(names)
@@ -621,8 +629,3 @@ class Committer(DatabaseThread):
         self._reject(waiting, reason)
         self.waits.notify(None)
         super()._reject_all(reason)
-
-
-def _names_private_queue(queues: QueueNames) -> bool:
-    """Whether a claim may find what one that names no queue does not."""
-    return queues is not None and any(map(is_private_queue, queues))

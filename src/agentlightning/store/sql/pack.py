@@ -18,7 +18,6 @@ endian.
 from __future__ import annotations
 
 import math
-import re
 import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -51,10 +50,8 @@ ABSENT: Final = -1
 """The count of an absent token attribute."""
 LONG_PROMPT: Final = 256
 """Bytes from which a prompt is kept apart from its span."""
-_has_null: Final = re.compile(b"null").search  # a third faster than `in` on JSON text
 _TOKENS: Final = frozenset(TOKEN_ATTRIBUTES)
-_FEW: Final = 2
-_SHORT: Final = {8}
+_SHORT: Final = 8
 """The length of a row that ends after `attributes`."""
 _AT_ONCE: Final = 65536
 """Token ids that are packed at once: meanwhile no other thread runs."""
@@ -184,7 +181,7 @@ def _dump(rows: list[tuple[Any, ...]], spans: Sequence[Span]) -> bytes:
         for span in spans:
             _refuse_values(span)
         raise ConfigError(f"these spans cannot be stored as JSON: {error}") from error
-    if _has_null(json):
+    if json.rfind(b"null") >= 0:  # in half the time of `in`
         for span in spans:
             if validation.find_not_finite(span) is not None:
                 _refuse_values(span)
@@ -225,47 +222,28 @@ def unpack(
     if not body.startswith(b"["):
         end = _header.size + _header.unpack_from(body)[0]
         json, data = body[_header.size : end], body[end:]
-    numbers = _Numbers(data, prompt)
     rows = loads(json)
-    ids = rollout_id, attempt_id
-    if len(rows) > _FEW and set(map(len, rows)) == _SHORT:
-        return _read_short(rows, ids, span_ids, sequence_ids, superseded)
-    spans: list[Span] = []
-    resource: dict[str, Any] = {}
-    for index, (row, span_id, sequence_id) in enumerate(zip(rows, span_ids, sequence_ids, strict=True)):
-        name, start, end, trace_id, parent, code, message, attributes = row[:8]
-        events: tuple[SpanEvent, ...] = ()
-        resource_of: dict[str, Any] = {}
-        if len(row) > 8:
-            events = tuple([SpanEvent(*event) for event in row[8]])
-            resource_of = resource.copy() if row[9] is True else row[9] or {}
-            if row[10]:
-                numbers.read(attributes, row[10], index, span_id, tokens)
-        resource = resource_of
-        if superseded:
-            attributes[SUPERSEDED] = True
-        times = start, None if end is False else end
-        parent, message = None if parent is False else parent, None if message is False else message
-        rest = sequence_id, trace_id, span_id, parent, code, message, attributes, events, resource_of
-        spans.append(Span(*ids, name, *times, *rest))
-    return spans
-
-
-def _read_short(
-    rows: list[Any], ids: tuple[str, str], span_ids: Sequence[str], sequence_ids: Sequence[int], superseded: bool
-) -> list[Span]:
-    """Decode spans without events, resources and tokens column by column, in half the time."""
     if not len(rows) == len(span_ids) == len(sequence_ids):
         raise ValueError(f"a pack of {len(rows)} spans has {len(span_ids)} ids and {len(sequence_ids)} numbers")
-    names, starts, ends, traces, parents, codes, messages, attributes = zip(*rows, strict=True)
+    if not rows:
+        return []
+    # Column by column, which takes half the time; `zip` ends with the shortest row.
+    names, starts, ends, traces, parents, codes, messages, attributes, *_ = zip(*rows, strict=False)
+    events: list[tuple[SpanEvent, ...]] = [()] * len(rows)
+    resources: list[dict[str, Any]] = [{} for _ in rows]
+    numbers = _Numbers(data, prompt)
+    for index, row in enumerate(rows):
+        if len(row) > _SHORT:
+            events[index] = tuple([SpanEvent(*event) for event in row[8]])
+            resources[index] = resources[index - 1].copy() if row[9] is True else row[9] or {}
+            if row[10]:
+                numbers.read(attributes[index], row[10], index, span_ids[index], tokens)
     if superseded:
         for each in attributes:
             each[SUPERSEDED] = True
-    owner = map(repeat, ids)
-    rest = codes, _with_none(messages), attributes
-    return list(
-        map(Span, *owner, names, starts, _with_none(ends), sequence_ids, traces, span_ids, _with_none(parents), *rest)
-    )
+    owner, texts = (repeat(rollout_id), repeat(attempt_id)), (_with_none(parents), codes, _with_none(messages))
+    columns = names, starts, _with_none(ends), sequence_ids, traces, span_ids, *texts, attributes, events, resources
+    return list(map(Span, *owner, *columns))
 
 
 def _with_none(values: Sequence[Any]) -> list[Any]:

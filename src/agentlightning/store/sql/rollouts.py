@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import insort
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -144,8 +145,9 @@ def _apply(tx: Tx, rollout: RolloutRow, status: str, **changes: Any) -> None:
         end_time = tx.wall
         tx.finished.add(rollout.rollout_id)
     tx.set(rollout, status=status, end_time=end_time, **changes)
-    if (status in WAITING and old not in WAITING) or (old in OPEN and status not in OPEN):
-        tx.queued = True
+    if status in WAITING and old not in WAITING:
+        tx.note_waiting(rollout)
+    tx.queued |= old in OPEN and status not in OPEN
 
 
 def _illegal(rollout: RolloutRow, new: str) -> ConflictError:
@@ -274,7 +276,8 @@ def add(tx: Tx, row: RolloutRow) -> RolloutRow:
     added = structs.replace(row, attempts={})
     tx.add_rollout(added)
     tx.name_queue(added.queue)
-    tx.queued |= added.status in WAITING
+    if added.status in WAITING:
+        tx.note_waiting(added)
     return added
 
 
@@ -425,102 +428,113 @@ class ClaimRollouts(Command):
             self._first_try = tx.number
         if self._first_try != tx.number and self._worker_id is not None and tx.worker(self._worker_id).lost:
             return []  # its lease ran out while it waited: it would claim what that has just given back
-        found = self._take(tx)
-        self._answer_counts = [1] * len(found)
         claimed: list[AttemptedRollout] = []
-        for index, (row, rollout) in enumerate(found):
-            name = None if self._claim_id is None else claimed_id(self._claim_id, index)
+        for row in self._claims.waiting(self.queues):
+            name = None if self._claim_id is None else claimed_id(self._claim_id, len(claimed))
+            try:
+                rollout = mapping.to_rollout(row)
+            except StoreError as error:
+                set_aside(tx, row, error)
+                continue
             claimed.append(mapping.with_attempt(rollout, claim(tx, row, self._worker_id, name)))
+            if len(claimed) == self.limit:
+                break
+        self._answer_counts = [1] * len(claimed)
         return claimed or WAIT
-
-    def _take(self, tx: Tx) -> list[tuple[RolloutRow, Rollout]]:
-        """The rollouts to claim. Damaged ones are set aside."""
-        while True:
-            found, sound = self._claims.take(self.queues, self.limit), list[tuple[RolloutRow, Rollout]]()
-            for row in found:
-                try:
-                    sound.append((row, mapping.to_rollout(row)))
-                except StoreError as error:
-                    set_aside(tx, row, error)
-            if len(sound) == len(found):
-                return sound
-            self._claims.clear()
 
     def undo(self, tx: Tx, result: Sequence[AttemptedRollout]) -> None:
         """Revert a committed result whose caller is gone."""
         release_claim(tx, zip(result, self._answer_counts, strict=True))
 
 
+READ_AHEAD: Final = 64
+"""Waiting rollouts of a queue that are read at once, at least, where they stay in memory."""
+
+
 class Claims:
-    """The rollouts that one transaction can claim: by priority, then by order of creation, among the queues below their
-    limit. What each queue has is read once, as many as the claims of the transaction may take."""
+    """The rollouts that can be claimed: by priority, then by order of creation, among the queues below their limit.
+
+    In memory is the head of each queue: its first waiting rollouts, or all of them. What is no longer waiting is left
+    out when it comes first. Where other servers write, heads are read in each transaction."""
 
     def __init__(self, tx: Tx) -> None:
         self._tx = tx
-        self.wanted = 0
-        self._limits: dict[str, int | None] = {}
-        self._open: dict[str, int] = {}
+        self._generation = -1
+        self._wanted = 0
+        self._limits: dict[str, float] = {}
+        self._open: Counter[str] = Counter()
         """By queue that has a limit: its rollouts that are claimed and unfinished."""
-        self._ready: dict[str, deque[RolloutRow]] = {}
+        self._heads: defaultdict[str, list[RolloutRow]] = defaultdict(list)
+        self._complete: set[str] = set()
+        """Queues of which all is in memory that waits."""
 
     def begin(self, wanted: int) -> None:
-        """Read the queues. On a shared database, lock those that have a limit. wanted: how many rollouts the claims of
-        this transaction take at most."""
-        self.clear()
-        self.wanted = wanted
-        self._limits = dict(self._tx.all("SELECT name, max_open FROM queues ORDER BY name"))
-        if any(limit is not None for limit in self._limits.values()):
-            limited = "SELECT name, max_open FROM queues WHERE max_open IS NOT NULL ORDER BY name FOR UPDATE"
-            locked = dict(self._tx.all(limited))
-            self._limits = {name: locked.get(name) for name in self._limits}
-
-    def clear(self) -> None:
-        """What was read is outdated."""
+        """wanted: how many rollouts the claims of this transaction take at most. On a shared database, lock the queues
+        that have a limit."""
+        tx = self._tx
+        self._wanted = wanted
         self._open.clear()
-        self._ready.clear()
+        if self._generation != tx.generation:
+            self._generation = tx.generation
+            self._heads.clear()
+            self._complete.clear()
+            queues = dict(tx.all("SELECT name, max_open FROM queues"))
+            self._limits = dict.fromkeys(queues, math.inf)
+            if any(limit is not None for limit in queues.values()):
+                self._limits |= dict(tx.all(_LIMITED))
 
-    def take(self, names: QueueNames, count: int) -> list[RolloutRow]:
-        """Up to `count` rollouts of the queues, the next one first; the caller claims them at once."""
+    def waiting(self, names: QueueNames) -> Iterator[RolloutRow]:
+        """The rollouts of the queues, the next one first. The status of each is changed before the next is asked
+        for."""
+        tx = self._tx
+        new, tx.waiting = tx.waiting, []
+        for row in new:
+            self._limits.setdefault(row.queue, math.inf)
+            head = self._heads[row.queue]
+            if row.queue in self._complete or (head and _claiming_order(row) < _claiming_order(head[-1])):
+                insort(head, row, key=_claiming_order)
         if names is None:
             queues = [name for name in self._limits if not is_private_queue(name)]
         else:
             queues = [name for name in names if name in self._limits]
-        self._read([name for name in queues if name not in self._ready])
-        taken: list[RolloutRow] = []
-        while len(taken) < count:
-            ready = [self._ready[name][0] for name in queues if self._ready[name] and not self._is_full(name)]
-            if not ready:
-                break
-            best = min(ready, key=_claiming_order)
-            taken.append(self._ready[best.queue].popleft())
-            if best.queue in self._open:
-                self._open[best.queue] += 1
-        return taken
+        limited = [name for name in queues if self._limits[name] < math.inf and name not in self._open]
+        if limited:
+            self._open.update({**dict.fromkeys(limited, 0), **dict(tx.all(_COUNT_OPEN, limited))})
+        while ready := self._first(queues):
+            row = min(ready, key=_claiming_order)
+            self._open[row.queue] += 1
+            yield row
+            if row.status not in OPEN:
+                self._open[row.queue] -= 1
 
-    def _is_full(self, name: str) -> bool:
-        limit = self._limits[name]
-        return limit is not None and self._open[name] >= limit
+    def _first(self, queues: list[str]) -> list[RolloutRow]:
+        """The first waiting rollout of each queue that is below its limit."""
+        for name in queues:
+            head = self._heads[name]
+            while head and head[0].status not in WAITING:
+                del head[0]
+        self._read([name for name in queues if not self._heads[name] and name not in self._complete])
+        return [self._heads[name][0] for name in queues if self._heads[name] and self._open[name] < self._limits[name]]
 
     def _read(self, names: list[str]) -> None:
         if not names:
             return
         tx = self._tx
-        tx.flush()
-        self._ready.update({name: deque() for name in names})
-        limited = [name for name in names if self._limits[name] is not None]
-        if limited:
-            found = tx.connection.all(_COUNT_OPEN, limited)
-            self._open.update({**dict.fromkeys(limited, 0), **dict(found)})
-        keys = [key for (key,) in tx.connection.all(tx.database.next_waiting, max(1, self.wanted), names)]
-        found = tx.load_rows(LOAD_BY_KEY, keys) if keys else []
-        for row in sorted(found, key=_claiming_order):
-            self._ready[row.queue].append(row)
+        size = max(1, self._wanted) if tx.database.shared else max(self._wanted, READ_AHEAD)
+        found = tx.all(tx.database.next_waiting, size, names)
+        rows = tx.load_rows(LOAD_BY_KEY, [key for _, key in found]) if found else []
+        for row in sorted(rows, key=_claiming_order):
+            if isinstance(row.rollout_id, str):  # else it is damaged
+                self._heads[row.queue].append(row)
+        counts = Counter(name for name, _ in found)
+        self._complete.update(name for name in names if counts[name] < size)
 
 
 def _claiming_order(row: RolloutRow) -> tuple[int, int]:
     return -row.priority, row.key
 
 
+_LIMITED: Final = "SELECT name, max_open FROM queues WHERE max_open IS NOT NULL ORDER BY name FOR UPDATE"
 _COUNT_OPEN: Final = (
     "SELECT queue, count(*) FROM rollouts WHERE queue = ANY (?) AND status IN ('preparing', 'running') GROUP BY queue"
 )

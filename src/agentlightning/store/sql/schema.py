@@ -225,11 +225,9 @@ class Schema(Protocol):
         """Create the tables of SCHEMA_VERSION. Raises StoreError if the database has other tables."""
         ...
 
-    def about(self) -> dict[str, str]:
-        """The table `about`; nothing for an empty database."""
-        ...
+    def has(self, table: str) -> bool: ...
 
-    def execute(self, statement: str) -> Any:
+    def execute(self, statement: str, /) -> Any:
         """Execute one statement in the SQL of this database."""
         ...
 
@@ -240,6 +238,11 @@ STEPS: Final[Mapping[int, Step]] = {}
 """By version: the step from the version before. It has the SQL of its version, and never imports the tables above."""
 
 
+def _about(schema: Schema) -> dict[str, str]:
+    """The table `about`; nothing for an empty database."""
+    return dict(schema.execute("SELECT name, value FROM about").fetchall()) if schema.has("about") else {}
+
+
 def _version(about: Mapping[str, str]) -> str:
     return about.get("schema_version", "") if about.get("since") == _SINCE else ""
 
@@ -247,10 +250,10 @@ def _version(about: Mapping[str, str]) -> str:
 def migrate(schema: Schema, latest: int = SCHEMA_VERSION, steps: Mapping[int, Step] = STEPS) -> None:
     """Bring a database to version `latest` in one transaction. Raises StoreVersionError for one of another version, and
     StoreError for no store: this code could lose what is in it."""
-    if _version(schema.about()) == str(latest):
+    if _version(_about(schema)) == str(latest):
         return
     with schema.exclusive():
-        about = schema.about()  # another process may have migrated it meanwhile
+        about = _about(schema)  # another process may have migrated it meanwhile
         if _version(about) == str(latest):
             return
         if not about:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, dropwhile, islice, pairwise, repeat
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -77,8 +77,9 @@ class AttemptSpans:
 
 def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
     """The spans of one call, packed for each attempt, MAX_PACK at most in a group."""
-    if len(spans) == 1:
-        return [AttemptSpans((0,), spans)]
+    owners, attempts = [span.rollout_id for span in spans], [span.attempt_id for span in spans]
+    if owners.count(owners[0]) == attempts.count(attempts[0]) == len(spans) <= MAX_PACK:
+        return [AttemptSpans(range(len(spans)), spans)]
     positions: dict[tuple[str, str], list[int]] = {}
     for position, span in enumerate(spans):
         positions.setdefault((span.rollout_id, span.attempt_id), []).append(position)
@@ -156,18 +157,13 @@ SMALL_BYTES: Final = 64 << 10
 SMALL_PACKS: Final = 32
 
 
-class _RecentRollout:
+class _RecentRollout(NamedTuple):
     """All spans of a rollout that has them in one attempt."""
 
-    __slots__ = ("attempt_id", "committed", "packs", "size")
-
-    def __init__(self, attempt_id: str) -> None:
-        self.attempt_id = attempt_id
-        self.packs: list[tuple[SpanPack, range, bool]] = []
-        """With their sequence numbers, and whether the attempt was superseded."""
-        self.committed = 0
-        """How many of them are; 0 while a transaction changes that."""
-        self.size = 0
+    attempt_id: str
+    packs: tuple[tuple[SpanPack, range, bool], ...] = ()
+    """With their sequence numbers, and whether the attempt was superseded."""
+    size: int = 0
 
 
 class RecentSpans:
@@ -181,7 +177,7 @@ class RecentSpans:
 
     def clear(self) -> None:
         self._rollouts: dict[str, _RecentRollout] = {}
-        self._changed: list[_RecentRollout] = []
+        self._changed: dict[str, _RecentRollout] = {}
         """By this transaction."""
 
     def of(self, rollout_id: str, attempt_id: str | None) -> list[Span] | None:
@@ -189,39 +185,34 @@ class RecentSpans:
         if rollout_id not in self._rollouts or not self._connection.fresh():
             return None
         found = self._rollouts.get(rollout_id)
-        count = 0 if found is None else found.committed
-        if found is None or not count or attempt_id not in (None, found.attempt_id):
+        if found is None or attempt_id not in (None, found.attempt_id):
             return None
         return [
             span
-            for each, numbers, superseded in found.packs[:count]
+            for each, numbers, superseded in found.packs
             for span in pack.unpack(each.body, rollout_id, found.attempt_id, each.span_ids, numbers, superseded)
         ]
 
     def add(self, attempt: AttemptRow, new: SpanPack, numbers: Sequence[int]) -> None:
         """Before the row of the attempt has these spans."""
         rollout_id = attempt.rollout.rollout_id
-        found = self._rollouts.get(rollout_id)
+        found = self.forget(rollout_id)
         if not attempt.spans and len(attempt.rollout.attempts) == 1:
-            found = self._rollouts[rollout_id] = _RecentRollout(attempt.attempt_id)
-        if found is None:
+            found = _RecentRollout(attempt.attempt_id)
+        if found is None or found.attempt_id != attempt.attempt_id or new.prompts or not isinstance(numbers, range):
             return
-        found.size += len(new.body) + 100 * new.count
-        small = found.size <= SMALL_BYTES and len(found.packs) < SMALL_PACKS and not new.prompts
-        if small and found.attempt_id == attempt.attempt_id and isinstance(numbers, range):
-            found.committed = 0
-            found.packs.append((new, numbers, bool(attempt.superseded)))
-            self._changed.append(found)
-        else:
-            self.forget(rollout_id)
+        size = found.size + len(new.body) + 100 * new.count
+        if size <= SMALL_BYTES and len(found.packs) < SMALL_PACKS:
+            packs = (*found.packs, (new, numbers, bool(attempt.superseded)))
+            self._changed[rollout_id] = _RecentRollout(found.attempt_id, packs, size)
 
-    def forget(self, rollout_id: str) -> None:
-        self._rollouts.pop(rollout_id, None)
+    def forget(self, rollout_id: str) -> _RecentRollout | None:
+        """Returns what was there."""
+        return self._rollouts.pop(rollout_id, None) or self._changed.pop(rollout_id, None)
 
     def committed(self) -> None:
-        for each in self._changed:
-            each.committed = len(each.packs)
-        self._changed = []
+        self._rollouts |= self._changed
+        self._changed = {}
         while len(self._rollouts) > RECENT_ROLLOUTS:
             self._rollouts.pop(next(iter(self._rollouts)))
 
@@ -248,7 +239,7 @@ class SpanWriter:
     def add(self, tx: Tx, groups: Sequence[AttemptSpans]) -> list[SpanWriteResult]:
         """Store the spans of one call, all or none."""
         attempts = [tx.attempt(group.rollout_id, group.attempt_id) for group in groups]
-        return list(map(self._add, repeat(tx), groups, attempts))
+        return [self._add(tx, *each) for each in zip(groups, attempts, strict=True)]
 
     def _add(self, tx: Tx, group: AttemptSpans, attempt: AttemptRow) -> SpanWriteResult:
         if not attempt.spans:
@@ -447,14 +438,12 @@ def _find_packs(
 # -- queries -----------------------------------------------------------------------------------------------------------
 
 
-def _has(name: str, value: str) -> Callable[[Span], bool]:
-    field_of = attrgetter(name)
-    return lambda span: field_of(span) == value
-
-
-def _contains(name: str, part: str) -> Callable[[Span], bool]:
-    field_of = attrgetter(name)
-    return lambda span: part in (field_of(span) or "")
+def _test_of(name: str, field: str, value: str) -> Callable[[Span], bool]:
+    """The test of a filter: `field`, or `field_contains`."""
+    value_of = attrgetter(field)
+    if name == field:
+        return lambda span: value_of(span) == value
+    return lambda span: value in (value_of(span) or "")
 
 
 _FIELDS: Final = frozenset({"name", "trace_id", "span_id", "parent_id"})
@@ -483,7 +472,7 @@ def query(
         if field not in _FIELDS:
             raise TypeError(f"unexpected argument: {name}")
         if value is not None:
-            tests.append(_has(field, value) if field == name else _contains(field, value))
+            tests.append(_test_of(name, field, value))
     enough = any if check_logic(filter_logic) else all
     order = Order.of("spans", sort_by, sort_order, after)
     rows, start = attempts_of(connection, rollout_id, attempt_id), -1

@@ -25,7 +25,7 @@ from agentlightning.store.base import DEFAULT_STORE, store_url
 from agentlightning.store.clock import SYNC_SECONDS, Clock
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, ddl, migrate
-from agentlightning.store.sql.tx import Connection, Database, Statement, chunks
+from agentlightning.store.sql.tx import Connection, Database, Statement, chunks, explained
 from agentlightning.util.printable import shown_url
 from agentlightning.util.random_ids import random_bits
 
@@ -64,8 +64,8 @@ class SqliteDatabase(Database):
 
     shared = False
     next_waiting = (
-        f"SELECT r.key FROM queues q JOIN rollouts r ON r.key IN {NEXT_WAITING.format('w.key', '')} "
-        "WHERE q.name = ANY (?) AND typeof(r.rollout_id) = 'text'"
+        f"SELECT r.queue, r.key FROM queues q JOIN rollouts r ON r.key IN {NEXT_WAITING.format('w.key', '')} "
+        "WHERE q.name = ANY (?)"
     )
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
 
@@ -78,18 +78,15 @@ class SqliteDatabase(Database):
         if self.path is None:
             return  # its one connection is prepared in `connect`
         _make_folder(self.path)
-        try:
-            with closing(_connect(self.path, create=True)) as connection:
-                if not _number(connection.cursor(), "page_count"):  # in other files it would wait for the write lock
-                    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-                _use_wal(connection, self.path)
-                migrate(SqliteSchema(connection, str(self.path)))
-        except sqlite3.Error as error:
-            raise self.explain(error) from error
+        with explained(self), closing(_connect(self.path, create=True)) as connection:
+            if not _number(connection.cursor(), "page_count"):  # in other files it would wait for the write lock
+                connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            _use_wal(connection, self.path)
+            migrate(SqliteSchema(connection, str(self.path)))
 
     def connect(self, read_only: bool) -> SqliteConnection:
         observer: sqlite3.Connection | None = None
-        try:
+        with explained(self):
             connection = _connect(self.path)
             if self.path is None:
                 migrate(SqliteSchema(connection, self.name))
@@ -99,14 +96,10 @@ class SqliteDatabase(Database):
                 observer = _connect(self.path)
                 for each in (connection, observer):  # the one retries faster than SQLite, the other never
                     each.execute("PRAGMA busy_timeout = 0")
-        except sqlite3.Error as error:
-            raise self.explain(error) from error
         return SqliteConnection(connection, self.path, observer)
 
     def explain(self, error: Exception) -> StoreError:
-        if isinstance(error, sqlite3.Error):
-            return _explain(error, self.path)
-        return StoreError(f"{self.name}: {error!r}")
+        return _explain(error, self.path)
 
     def is_fatal(self, error: BaseException) -> bool:
         """Whether the database may have rolled back the whole transaction, not only the statement."""
@@ -324,33 +317,25 @@ class SqliteSchema:
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
         self.connection = connection
         self.name = name
+        self.execute = connection.execute
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
-        self.connection.execute("BEGIN IMMEDIATE")
-        try:
+        with self.connection:  # commits, or rolls back
+            self.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
-            self.connection.rollback()
-            raise
-        self.connection.execute("COMMIT")
 
-    def about(self) -> dict[str, str]:
-        found = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'about'"
-        if not self.connection.execute(found).fetchone():
-            return {}
-        return dict(self.connection.execute("SELECT name, value FROM about").fetchall())
+    def has(self, table: str) -> bool:
+        found = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+        return self.execute(found, (table,)).fetchone() is not None
 
     def create(self) -> None:
-        row = self.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 1").fetchone()
+        row = self.execute("SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 1").fetchone()
         if row:
             raise StoreError(f"{self.name} is not a store (it has a table {row[0]!r}); give another path")
         for statement in ddl(_TYPES, " WITHOUT ROWID"):
-            self.connection.execute(statement)
-        self.connection.execute("CREATE INDEX rollouts_status ON rollouts (status)")  # then by key
-
-    def execute(self, statement: str) -> sqlite3.Cursor:
-        return self.connection.execute(statement)
+            self.execute(statement)
+        self.execute("CREATE INDEX rollouts_status ON rollouts (status)")  # then by key
 
 
 # -- files that were deleted or replaced -------------------------------------------------------------------------------
@@ -458,12 +443,12 @@ _ADVICE: Final = {
 }
 
 
-def _code(error: sqlite3.Error) -> int:
+def _code(error: Exception) -> int:
     """The primary result code: the low byte of the extended one."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def _explain(error: sqlite3.Error, path: Path | None) -> StoreError:
+def _explain(error: Exception, path: Path | None) -> StoreError:
     """The error to raise instead of `error`."""
     where = str(path) if path is not None else "the in-memory store"
     code = _code(error)

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import closing
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
@@ -39,7 +40,7 @@ from agentlightning.store.sql.committer import CommandObserver, Committer, Datab
 from agentlightning.store.sql.rollouts import ClaimRollouts, check_claimer
 from agentlightning.store.sql.spans import SpanWriteResult, group_by_attempt
 from agentlightning.store.sql.sqlite import SqliteDatabase, locate
-from agentlightning.store.sql.tx import Connection, Database, Tx
+from agentlightning.store.sql.tx import Connection, Database, Tx, explained
 from agentlightning.store.sql.waiting import Command, Wait, given
 from agentlightning.store.types import (
     Pruned,
@@ -165,7 +166,7 @@ class SqlStore(LightningStoreBase):
         """Queue rollouts by the command `name`."""
         now = self.clock.wall()
         new = [mapping.new_rollout(request, now) for request in requests]
-        ids = frozenset(given(*[request.rollout_id for request in requests]))
+        ids = frozenset([request.rollout_id for request in requests if request.rollout_id is not None])
         command = Command(name, lambda tx: rollout_commands.enqueue(tx, new, ids), ids, new_rollouts=len(new))
         return await self.write(command, convert)
 
@@ -297,13 +298,8 @@ class SqlStore(LightningStoreBase):
             await asyncio.to_thread(self._release_free_space)
 
     def _release_free_space(self) -> None:
-        connection = self.database.connect(read_only=False)
-        try:
+        with closing(self.database.connect(read_only=False)) as connection, explained(self.database):
             connection.vacuum()
-        except self.database.errors as error:
-            raise self.database.explain(error) from error
-        finally:
-            connection.close()
 
     async def add_records(self, records: Sequence[RolloutRecord]) -> int:
         prepared = [admin.prepare(record) for record in records]
@@ -418,8 +414,7 @@ def _writer(name: str, run: Callable[..., Any], checks: Mapping[str, Check]) -> 
         options.update(zip(defaults, arguments, strict=False))
         if options.keys() - checks.keys():
             raise TypeError(f"{name} takes {', '.join(defaults)}; it got {', '.join(map(str, [*arguments, *options]))}")
-        changed = {each: value for each, value in options.items() if value is not defaults[each]}
-        values = {each: checks[each](value, each) for each, value in changed.items()}
+        values = {each: checks[each](value, each) for each, value in options.items() if value is not defaults[each]}
         command = Command(
             name,
             lambda tx: run(tx, **values),

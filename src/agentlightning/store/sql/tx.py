@@ -12,9 +12,11 @@ and FOR UPDATE locks rows on databases that several processes write to at once. 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar, Final, Protocol
 
 from agentlightning.errors import NotFoundError, StoreError
@@ -175,12 +177,21 @@ class Database(Protocol):
         ...
 
 
+@contextmanager
+def explained(database: Database) -> Generator[None]:
+    """Within it, errors of the driver become StoreErrors."""
+    try:
+        yield
+    except database.errors as error:
+        raise database.explain(error) from error
+
+
 # -- SQL of rows -------------------------------------------------------------------------------------------------------
 
 
 Statement = Callable[[int], str]
 """The SQL that writes so many rows at once, whose values follow one another."""
-CHUNK_SIZES: Final = (64, 32, 16, 8)
+CHUNK_SIZES: Final = (64, 32, 16)
 """Rows that are written by one statement; the rest by one more. Few sizes, so that few statements are compiled."""
 CHUNK_BYTES: Final = 8 << 20
 """Bytes in the rows of one statement, unless it writes one row: PostgreSQL closes the connection at 1 GB."""
@@ -195,6 +206,20 @@ def insert(table: str, columns: Sequence[str], otherwise: str = "") -> Statement
         return f"{start} {', '.join([row] * rows)} {otherwise}"
 
     return statement
+
+
+_WITH_STATUS: Final = {
+    "rollouts": ("end_time", "attempt_count"),
+    "attempts": ("end_time", "silent_at", "timeout_at", "last_heartbeat_time", "spans", "bytes", "last_span"),
+}
+"""By table: the columns that are written whenever the status is, so that one statement writes most changes."""
+
+
+@cache
+def _change(table: str, *columns: str) -> tuple[Statement, Callable[[Any], tuple[Any, ...]]]:
+    """How changes of these columns are written, and the values of a row for that."""
+    names = tuple(sorted({*columns, *(_WITH_STATUS[table] if "status" in columns else ())}))
+    return _update(table, names), attrgetter(*names, "key")
 
 
 @cache
@@ -220,22 +245,24 @@ def chunks(statement: Statement, rows: Sequence[Sequence[Any]]) -> Iterator[tupl
     while left := len(rows) - start:
         size = next((size for size in CHUNK_SIZES if size <= left), left)
         values = list(chain.from_iterable(rows[start : start + size]))
-        if size > 1 and sum([len(value) for value in values if type(value) is bytes]) > CHUNK_BYTES:
+        sizes = [len(value) for value in values if type(value) is bytes] if bytes in map(type, rows[start]) else []
+        if sum(sizes) > CHUNK_BYTES:
             size, values = 1, list(rows[start])
         yield statement(size), values
         start += size
 
 
-_INSERTS: Final = {
-    "rollouts": (insert("rollouts", ROLLOUT), rollout_columns),
-    "attempts": (insert("attempts", ATTEMPT), attempt_columns),
-}
-"""By table: how rows are inserted, and their values."""
 _WRITE_WORKER: Final = insert(
     "workers",
     WORKER,
     f"ON CONFLICT (worker_id) DO UPDATE SET {', '.join([f'{name} = excluded.{name}' for name in WORKER[1:]])}",
 )
+_INSERTS: Final = {
+    "rollouts": (insert("rollouts", ROLLOUT), rollout_columns),
+    "attempts": (insert("attempts", ATTEMPT), attempt_columns),
+    "workers": (_WRITE_WORKER, worker_columns),
+}
+"""By table: how rows are inserted, and their values."""
 _INSERT_PACK: Final = insert("span_packs", PACK)
 _INSERT_PLACE: Final = insert("span_places", ("attempt_key", "span_id", "pack_key"), "ON CONFLICT DO NOTHING")
 _INSERT_PROMPT: Final = insert("prompts", ("place", "attempt_key", "root", "base", "keep", "ids"))
@@ -277,6 +304,10 @@ ABSENT_BYTES: Final = 300
 """Of an id that is known to be absent."""
 
 
+def _missing(names: Iterable[str], known: Container[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name not in known]
+
+
 class Tx:
     """Used by the thread of the committer alone, for one transaction after the other."""
 
@@ -291,6 +322,8 @@ class Tx:
         """Estimated bytes of the rows."""
         self.number = 0
         """Of this transaction, as this process counts them."""
+        self.generation = 0
+        """Another one where what is in memory of rollouts and queues was dropped."""
         self.begin()
 
     def begin(self, outdated: bool = True) -> None:
@@ -308,7 +341,10 @@ class Tx:
         self.new_rollouts = 0
         """How many keys of rollouts the batch will need."""
         if outdated or self._memory > CACHE_BYTES:
+            self.generation += 1
             self._memory = 0
+            self.waiting: list[RolloutRow] = []
+            """Rollouts that became claimable, for who chooses among them."""
             self.rollouts: dict[str, RolloutRow | None] = {}
             self.owners: dict[str, str | None] = {}
             """The rollout id by attempt id."""
@@ -336,6 +372,11 @@ class Tx:
         if self.deadline is None or deadline < self.deadline:
             self.deadline = deadline
 
+    def note_waiting(self, row: RolloutRow) -> None:
+        """It can be claimed from now on."""
+        self.queued = True
+        self.waiting.append(row)
+
     # -- SQL ---------------------------------------------------------------------------------------------------------
 
     def all(self, sql: str, *values: Any) -> list[Any]:
@@ -352,8 +393,7 @@ class Tx:
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def load(self, rollout_ids: Iterable[str]) -> None:
-        missing = [name for name in dict.fromkeys(rollout_ids) if name not in self.rollouts]
-        if missing:
+        if missing := _missing(rollout_ids, self.rollouts):
             self.rollouts.update(dict.fromkeys(missing))
             self._memory += ABSENT_BYTES * len(missing)
             self.connection.lock(_LOCK, missing)
@@ -378,25 +418,18 @@ class Tx:
         return row
 
     def load_workers(self, worker_ids: Iterable[str]) -> None:
-        missing = [name for name in dict.fromkeys(worker_ids) if name not in self.workers]
-        if not missing:
-            return
-        for columns in self.all(_LOAD_WORKERS, missing):
-            self.workers[columns[0]] = WorkerRow(*columns)
-        for name in missing:
-            if name not in self.workers:
-                self.workers[name] = WorkerRow(name, stored=False)
+        if missing := _missing(worker_ids, self.workers):
+            self.workers.update({name: WorkerRow(name, stored=False) for name in missing})
+            self.workers.update({columns[0]: WorkerRow(*columns) for columns in self.all(_LOAD_WORKERS, missing)})
 
     def load_open_attempts(self, worker_ids: Iterable[str]) -> None:
-        missing = [name for name in dict.fromkeys(worker_ids) if name not in self.open_attempts]
-        if missing:
+        if missing := _missing(worker_ids, self.open_attempts):
             self.open_attempts.update({name: [] for name in missing})
             for worker_id, rollout_id, attempt_id in self.all(OPEN_ATTEMPTS, missing):
                 self.open_attempts[worker_id].append((rollout_id, attempt_id))
 
     def find_rollout(self, rollout_id: str) -> RolloutRow | None:
-        if rollout_id not in self.rollouts:
-            self.load([rollout_id])
+        self.load([rollout_id])
         return self.rollouts[rollout_id]
 
     def rollout(self, rollout_id: str) -> RolloutRow:
@@ -415,8 +448,7 @@ class Tx:
 
     def load_owners(self, attempt_ids: Iterable[str]) -> None:
         """Find the rollouts of attempts."""
-        missing = [name for name in attempt_ids if name not in self.owners]
-        if missing:
+        if missing := _missing(attempt_ids, self.owners):
             self.owners.update(dict.fromkeys(missing))
             self._memory += ABSENT_BYTES * len(missing)
             self.owners.update(self.all(OWNERS, missing))
@@ -430,8 +462,7 @@ class Tx:
 
     def worker(self, worker_id: str) -> WorkerRow:
         """A worker; one that is unknown is new."""
-        if worker_id not in self.workers:
-            self.load_workers([worker_id])
+        self.load_workers([worker_id])
         return self.workers[worker_id]
 
     def check_resources(self, resources_id: str | None) -> None:
@@ -449,7 +480,7 @@ class Tx:
         self.changed = True
         for name, value in changes.items():
             setattr(row, name, value)
-        self._changed[row] = {**self._changed[row], **changes} if row in self._changed else changes
+        self._changed.setdefault(row, {}).update(changes)
 
     def add_rollout(self, row: RolloutRow) -> RolloutRow:
         """Add a row that is not stored; assigns its key."""
@@ -470,7 +501,6 @@ class Tx:
 
     def remove_attempt(self, row: AttemptRow) -> None:
         """Remove an attempt that no caller has seen."""
-        self.flush()
         self.run("DELETE FROM attempts WHERE key = ?", row.key)
         self.count(ATTEMPTS, -1)
         del row.rollout.attempts[row.attempt_id]
@@ -511,31 +541,25 @@ class Tx:
 
     def _write_rows(self) -> None:
         changed, self._changed = self._changed, {}
-        workers: list[WorkerRow] = []
-        groups: defaultdict[tuple[str, ...], list[tuple[Any, ...]]] = defaultdict(list)
+        groups: defaultdict[Statement, list[tuple[Any, ...]]] = defaultdict(list)
+        new_worker = False
         for row, columns in changed.items():
-            if isinstance(row, WorkerRow):
-                workers.append(row)
-                continue
-            if row.stored:
-                if columns:
-                    groups[row.table, *columns].append((*columns.values(), row.key))
-            else:
-                groups[row.table,].append(_INSERTS[row.table][1](row))
+            in_place = row.stored
             if isinstance(row, RolloutRow):
                 self._count_status(row)
+            elif isinstance(row, WorkerRow):
+                new_worker |= not row.stored
+                in_place = False
             elif not row.stored:
                 self.count(ATTEMPTS, 1)
+            statement, values_of = _change(row.table, *columns) if in_place else _INSERTS[row.table]
+            groups[statement].append(values_of(row))
             row.stored = True
-        if workers:
-            if not all(row.stored for row in workers):
-                self.connection.commit_in_order("workers")
-            self.connection.write(_WRITE_WORKER, sorted([worker_columns(row) for row in workers]))
-            for row in workers:
-                row.stored = True
-        # Rollouts before their attempts, new rows before others; rows with the same changes together.
-        for (table, *names), rows in sorted(groups.items(), key=lambda each: (each[0][0] == "attempts", each[0])):
-            self.connection.write(_update(table, tuple(names)) if names else _INSERTS[table][0], rows)
+        if new_worker:
+            self.connection.commit_in_order("workers")
+        self.connection.write(_WRITE_WORKER, sorted(groups.pop(_WRITE_WORKER, ())))
+        for statement, rows in groups.items():
+            self.connection.write(statement, rows)
 
     def _count_status(self, row: RolloutRow) -> None:
         if row.counted != row.status:

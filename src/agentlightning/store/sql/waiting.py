@@ -14,9 +14,9 @@ WAIT: Final[Any] = object()
 """What a claim returns when it has to wait."""
 
 
-def given(*ids: str | None) -> list[str]:
-    """The ids that are there."""
-    return [each for each in ids if each is not None]
+def given(name: str | None) -> tuple[str, ...]:
+    """The id, if there is one."""
+    return () if name is None else (name,)
 
 
 class Command:

@@ -27,10 +27,14 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.common.v1 import common_pb2
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1 import resource_pb2
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from agentlightning.attempt_address import trace_id_of
@@ -47,7 +51,7 @@ from agentlightning.tracing.conventions import (
     add_extra_fields,
     links_of,
 )
-from agentlightning.util.json_values import dumps, loads
+from agentlightning.util.json_values import Json, dumps, loads
 
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 """Attribute with the sequence number of a span that its writer got from the store (as 0.x clients do)."""
@@ -61,7 +65,7 @@ MAX_DEPTH: Final = 64
 """Maximum nesting of attributes; spans with deeper ones are rejected."""
 MAX_MESSAGES: Final = 3 * MAX_DEPTH
 """Maximum nesting of the messages that hold them, in JSON."""
-SEQUENCE_DIGITS: Final = 9
+_SEQUENCE: Final = re.compile("[0-9]{1,9}")
 """Longer sequence numbers are taken for none."""
 NANOSECONDS: Final = 1e9
 
@@ -118,16 +122,21 @@ def _read_request(message: ExportTraceServiceRequest, repaired: int, now: float)
     return request
 
 
-def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str, Any], now: float) -> Span:
+def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: Json, now: float) -> Span:
     trace_id, span_id, parent = span.trace_id, span.span_id, span.parent_span_id
     if len(trace_id) != 16 or len(span_id) != 8 or not any(trace_id) or not any(span_id):
         raise _SpanRejected("a trace id needs 16 bytes and a span id 8, not all zero")
     attributes = _read_attributes(span.attributes)
-    events = tuple(map(_read_event, span.events)) if span.events else ()
+    events = tuple(
+        [
+            SpanEvent(each.name, each.time_unix_nano / NANOSECONDS, _read_attributes(each.attributes))
+            for each in span.events
+        ]
+    )
     kind = KINDS[span.kind] if 2 <= span.kind < len(KINDS) else ""
     add_extra_fields(attributes, scope, kind, span.trace_state, list(map(_read_link, span.links)))
     code, message = "UNSET", None
-    if span.HasField("status") and 0 < span.status.code < len(STATUS):
+    if 0 < span.status.code < len(STATUS):
         code, message = STATUS[span.status.code], span.status.message or None
     start, end = span.start_time_unix_nano, span.end_time_unix_nano
     return Span(
@@ -148,8 +157,8 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: dict[str,
     )
 
 
-def _read_attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
-    attributes: dict[str, Any] = {}
+def _read_attributes(pairs: Iterable[KeyValue]) -> Json:
+    attributes: Json = {}
     for pair in pairs:
         value = pair.value
         # Reading a field costs less than asking which field is set.
@@ -159,51 +168,36 @@ def _read_attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
 
 def _read_value(value: AnyValue, depth: int) -> Any:
     which = value.WhichOneof("value")
-    if which == "string_value":
-        return value.string_value
-    if which == "int_value":
-        return value.int_value
-    if which == "bool_value":
-        return value.bool_value
     if which == "double_value":
         return number(value.double_value)
     if which == "bytes_value":
         return base64.b64encode(value.bytes_value).decode()
+    if which not in ("array_value", "kvlist_value"):
+        return which and getattr(value, which)
     if depth > MAX_DEPTH:
         raise _SpanRejected(f"an attribute is nested more than {MAX_DEPTH} deep")
     if which == "array_value":
         return [_read_value(item, depth + 1) for item in value.array_value.values]
-    if which == "kvlist_value":
-        return {pair.key: _read_value(pair.value, depth + 1) for pair in value.kvlist_value.values}
-    return None
+    return {pair.key: _read_value(pair.value, depth + 1) for pair in value.kvlist_value.values}
 
 
-def _read_event(event: trace_pb2.Span.Event) -> SpanEvent:
-    return SpanEvent(event.name, event.time_unix_nano / NANOSECONDS, _read_attributes(event.attributes))
-
-
-def _read_link(link: trace_pb2.Span.Link) -> dict[str, Any]:
-    attributes = _read_attributes(link.attributes)
-    found = {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex(), "attributes": attributes}
-    return found | {"trace_state": link.trace_state} if link.trace_state else found
+def _read_link(link: trace_pb2.Span.Link) -> Json:
+    ids = {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex()}
+    state = {"trace_state": link.trace_state} if link.trace_state else {}
+    return {**ids, "attributes": _read_attributes(link.attributes), **state}
 
 
 # -- text that is not Unicode: an emoji that was cut in half, say. It is replaced, and nothing else is lost ------------
 
 
-_REPLACEMENT: Final = "\ufffd".encode()
 _ESCAPE: Final = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 """An escape in a JSON text; half a surrogate pair is group 1."""
 
 
-def _utf8(text: bytes) -> bytes:
-    return text.decode(errors="replace").encode()
-
-
 def _replaced(body: bytes, repaired: bytes) -> int:
-    return sum(repaired.count(mark) - body.count(mark) for mark in (_REPLACEMENT, rb"\ufffd"))
+    return sum(repaired.count(mark) - body.count(mark) for mark in ("\ufffd".encode(), rb"\ufffd"))
 
 
 @cache
@@ -235,10 +229,10 @@ def _text(value: str | bytes) -> str:
 # -- sequence numbers --------------------------------------------------------------------------------------------------
 
 
-def _requested_sequence_id(attributes: dict[str, Any], resource: dict[str, Any]) -> int:
+def _requested_sequence_id(attributes: Json, resource: Json) -> int:
     """The requested sequence number; 0 (assigned by the store) if there is no valid one."""
-    text = str(attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID))
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= SEQUENCE_DIGITS else 0
+    found = _SEQUENCE.fullmatch(str(attributes.get(SEQUENCE_ID) or resource.get(SEQUENCE_ID)))
+    return int(found[0]) if found else 0
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -252,7 +246,8 @@ def decode_json(body: bytes, now: float) -> Request:
         try:
             given = loads(body)
         except orjson.JSONDecodeError:  # of half an emoji, perhaps
-            repaired = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], _utf8(body))
+            valid = body.decode(errors="replace").encode()
+            repaired = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], valid)
             given = loads(repaired)
     except orjson.JSONDecodeError as error:
         raise OtlpError(f"the body is not JSON: {error}") from None
@@ -260,7 +255,7 @@ def decode_json(body: bytes, now: float) -> Request:
         raise OtlpError("the body is not an OTLP trace request in JSON: it is no object")
     try:
         _encode_ids(given)
-        options: dict[str, Any] = {"ignore_unknown_fields": True, "max_recursion_depth": MAX_MESSAGES}
+        options: Json = {"ignore_unknown_fields": True, "max_recursion_depth": MAX_MESSAGES}
         message = json_format.ParseDict(given, ExportTraceServiceRequest(), **options)
     except (json_format.ParseError, RecursionError, TypeError, ValueError) as error:
         problem = "".join(str(error).rpartition("Failed to parse ")[1:]).rstrip(".")  # without the fields around it
@@ -283,6 +278,12 @@ def _encode_ids(value: Any) -> None:
                 item[name] = base64.b64encode(bytes.fromhex(found) if is_hex else b"").decode()
 
 
+def rejected_spans(answer: bytes) -> tuple[int, str]:
+    """Number of spans that a server did not take of a request, by its answer in protobuf, and the reason."""
+    partial = ExportTraceServiceResponse.FromString(answer).partial_success
+    return partial.rejected_spans, partial.error_message
+
+
 # -- encoding ----------------------------------------------------------------------------------------------------------
 
 SERVICE: Final = "agentlightning"
@@ -302,62 +303,55 @@ def encode(spans: Iterable[Span]) -> ExportTraceServiceRequest:
     for span in spans:
         key = (span.attempt_id, id(span.resource))
         if key not in groups:
-            group = request.resource_spans.add()
-            _put_resource(group, span)
-            groups[key] = (group, {})
+            resource = {
+                "service.name": SERVICE,
+                **span.resource,
+                "agentlightning.rollout_id": span.rollout_id,
+                "agentlightning.attempt_id": span.attempt_id,
+            }
+            groups[key] = request.resource_spans.add(resource=Resource(attributes=_pairs(resource))), {}
         group, scopes = groups[key]
         scope = (str(span.attributes.get(SCOPE_NAME, SERVICE)), str(span.attributes.get(SCOPE_VERSION, "")))
         if scope not in scopes:
-            scopes[scope] = group.scope_spans.add()
-            scopes[scope].scope.name, scopes[scope].scope.version = scope
-        _put_span(scopes[scope].spans.add(), span)
+            name, version = scope
+            scopes[scope] = group.scope_spans.add(scope=InstrumentationScope(name=name, version=version))
+        _add_span(scopes[scope], span)
     return request
 
 
-def _put_resource(group: trace_pb2.ResourceSpans, span: Span) -> None:
-    attributes = {
-        "service.name": SERVICE,
-        **span.resource,
-        "agentlightning.rollout_id": span.rollout_id,
-        "agentlightning.attempt_id": span.attempt_id,
-    }
-    _put_attributes(group.resource.attributes, attributes)
-
-
-def _put_span(target: trace_pb2.Span, span: Span) -> None:
-    attributes = span.attributes
-    target.name = span.name
-    target.trace_id = _bytes(span.trace_id or trace_id_of(span.attempt_id) or span.attempt_id, 16)
-    target.span_id = _bytes(span.span_id, 8)
-    if span.parent_id:
-        target.parent_span_id = _bytes(span.parent_id, 8)
-    target.start_time_unix_nano = _nanoseconds(span.start_time)
-    target.end_time_unix_nano = _nanoseconds(span.start_time if span.end_time is None else span.end_time)
-    kind = attributes.get(SPAN_KIND)
-    target.kind = cast("trace_pb2.Span.SpanKind.ValueType", KINDS.index(kind) if kind in KINDS else 1)
-    target.trace_state = str(attributes.get(TRACE_STATE, ""))
+def _add_span(target: trace_pb2.ScopeSpans, span: Span) -> None:
+    attributes, kind = span.attributes, span.attributes.get(SPAN_KIND)
+    own = {key: value for key, value in attributes.items() if key not in _OMITTED}
+    if span.sequence_id:
+        own[SEQUENCE_ID] = span.sequence_id
+    put = target.spans.add(
+        name=span.name,
+        trace_id=_bytes(span.trace_id or trace_id_of(span.attempt_id) or span.attempt_id, 16),
+        span_id=_bytes(span.span_id, 8),
+        parent_span_id=_bytes(span.parent_id, 8) if span.parent_id else b"",
+        start_time_unix_nano=_nanoseconds(span.start_time),
+        end_time_unix_nano=_nanoseconds(span.start_time if span.end_time is None else span.end_time),
+        kind=cast("trace_pb2.Span.SpanKind.ValueType", KINDS.index(kind) if kind in KINDS else 1),
+        trace_state=str(attributes.get(TRACE_STATE, "")),
+        attributes=_pairs(own),
+    )
     if span.status_code != "UNSET" and span.status_code in STATUS:
-        target.status.code = cast("trace_pb2.Status.StatusCode.ValueType", STATUS.index(span.status_code))
-        target.status.message = span.status_message or ""
-    _put_attributes(target.attributes, {key: value for key, value in attributes.items() if key not in _OMITTED})
-    _put_attributes(target.attributes, {SEQUENCE_ID: span.sequence_id} if span.sequence_id else {})
+        put.status.code = cast("trace_pb2.Status.StatusCode.ValueType", STATUS.index(span.status_code))
+        put.status.message = span.status_message or ""
     for event in span.events:
-        put = target.events.add()
-        put.name, put.time_unix_nano = event.name, _nanoseconds(event.timestamp)
-        _put_attributes(put.attributes, event.attributes)
-    _put_links(target, attributes)
-
-
-def _put_links(target: trace_pb2.Span, attributes: dict[str, Any]) -> None:
+        time = _nanoseconds(event.timestamp)
+        put.events.add(name=event.name, time_unix_nano=time, attributes=_pairs(event.attributes))
     for link in links_of(attributes):
-        put = target.links.add()
-        put.trace_id, put.span_id = _bytes(link["trace_id"], 16), _bytes(link["span_id"], 8)
-        put.trace_state = link["trace_state"]
-        _put_attributes(put.attributes, link["attributes"])
+        put.links.add(
+            trace_id=_bytes(link["trace_id"], 16),
+            span_id=_bytes(link["span_id"], 8),
+            trace_state=link["trace_state"],
+            attributes=_pairs(link["attributes"]),
+        )
 
 
-def _put_attributes(target: Any, attributes: Mapping[str, Any]) -> None:
-    target.extend([KeyValue(key=key, value=_value(value)) for key, value in attributes.items() if value is not None])
+def _pairs(attributes: Mapping[str, Any]) -> list[KeyValue]:
+    return [KeyValue(key=key, value=_value(value)) for key, value in attributes.items() if value is not None]
 
 
 def _value(value: Any) -> AnyValue:

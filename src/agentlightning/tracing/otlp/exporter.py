@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
-from urllib.parse import SplitResult, unquote, urlsplit
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 import httpx
 from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
-from agentlightning.tracing.otlp.codec import EXPORTER_HEADER, PROCESS_ID, encode
+from agentlightning.tracing.otlp.codec import EXPORTER_HEADER, PROCESS_ID, encode, rejected_spans
 from agentlightning.tracing.outbox import Outbox, Unavailable
 from agentlightning.transport.base import retry_after
 from agentlightning.util.printable import shown_url
@@ -40,13 +40,6 @@ _OWN_HEADERS: Final = {
 
 class _TooLargeError(Exception):
     """The endpoint takes no body of this size."""
-
-
-class _Call(Protocol):
-    """A finished store call, as reported by `agentlightning.store.instrumented`."""
-
-    @property
-    def spans(self) -> Sequence[Span]: ...
 
 
 class OtlpExporter(Outbox[Span]):
@@ -87,8 +80,8 @@ class OtlpExporter(Outbox[Span]):
     def on_start(self, method: str) -> None:
         """Observer method: a store call has started."""
 
-    def on_end(self, call: _Call) -> None:
-        """Observer method: a store call has ended. Queues the spans that it stored."""
+    def on_end(self, call: Any) -> None:
+        """Observer method: a store call (`CallRecord`) has ended. Queues the spans that it stored."""
         if call.spans:
             self.put(call.spans)
 
@@ -97,9 +90,8 @@ class OtlpExporter(Outbox[Span]):
             await super().run()
 
     async def send(self, batch: list[Span]) -> None:
-        body = gzip.compress(encode(batch).SerializeToString(), compresslevel=1)
         try:
-            answer = await self._client.post(self.url, content=body)
+            answer = await self._client.post(self.url, content=gzip.compress(encode(batch).SerializeToString(), 1))
         except httpx.RequestError as error:
             raise Unavailable(f"the endpoint is unreachable: {type(error).__name__}: {error}") from error
         if answer.status_code in RETRYABLE_STATUSES:
@@ -107,7 +99,10 @@ class OtlpExporter(Outbox[Span]):
             raise Unavailable(f"the endpoint is overloaded: {_describe(answer)}", retry_after(headers))
         if answer.status_code == 413 and len(batch) > 1:
             raise _TooLargeError
-        refused, why = _rejected(answer) if answer.is_success else (len(batch), _describe(answer))
+        refused, why = (0, "") if answer.is_success else (len(batch), _describe(answer))
+        if answer.is_success and answer.headers.get("content-type", "").startswith("application/x-protobuf"):
+            with suppress(DecodeError):
+                refused, why = rejected_spans(answer.content)
         if refused:
             self.refuse(refused, why)
 
@@ -115,19 +110,16 @@ class OtlpExporter(Outbox[Span]):
 def traces_url(endpoint: str) -> str:
     """The URL to post traces to. Raises ConfigError for an invalid endpoint."""
     parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
+    try:
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port
+        valid = False
+    if not valid:
         raise ConfigError(
             f"{shown_url(endpoint)!r} is not an OTLP/HTTP endpoint; use a URL such as http://127.0.0.1:4318"
         )
     path = parts.path.rstrip("/")
     return parts._replace(path=path if path.endswith("/v1/traces") else f"{path}/v1/traces").geturl()
-
-
-def _has_port(parts: SplitResult) -> bool:
-    try:
-        return parts.port != 0
-    except ValueError:
-        return False
 
 
 def _headers(given: Mapping[str, str] | str | None) -> dict[str, str]:
@@ -152,17 +144,6 @@ def _parse_headers(text: str, what: str) -> dict[str, str]:
             raise ConfigError(f"{what} has a part without a name or a value; write it as name=value,name=value")
         headers[unquote(name.strip()).lower()] = unquote(value.strip())
     return headers
-
-
-def _rejected(answer: httpx.Response) -> tuple[int, str]:
-    """Number of rejected spans of a request, and the reason."""
-    if answer.headers.get("content-type", "").partition(";")[0] != "application/x-protobuf":
-        return 0, ""
-    try:
-        partial = ExportTraceServiceResponse.FromString(answer.content).partial_success
-    except DecodeError:
-        return 0, ""
-    return partial.rejected_spans, partial.error_message
 
 
 def _describe(answer: httpx.Response) -> str:

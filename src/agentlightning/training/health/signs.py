@@ -651,13 +651,13 @@ def signs_of(records: Records) -> list[Sign]:
 
 def comparable(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
     """The last steps that come from one course of the weights and one meaning of the rewards."""
-    start = len(records) - 1
-    while start > 0:
+    start = max(0, len(records) - 1)
+    while start:
         before, record = records[start - 1], records[start]
-        if before.is_last_of_history or (before.revision, before.stage) != (record.revision, record.stage):
+        if before.rolled_back or before.stopped or (before.revision, before.stage) != (record.revision, record.stage):
             break
         start -= 1
-    return records[max(0, start) :]
+    return records[start:]
 
 
 def sign_history(records: Sequence[StepRecord], seen: Iterable[SignHistory] = (), begin: int = 0) -> list[SignHistory]:

@@ -183,12 +183,7 @@ class StepRecord(Struct, frozen=True):
             return self.mismatch_kl
         return self.fresh_kl if self.optimizer_steps == 1 else None
 
-    @property
-    def is_last_of_history(self) -> bool:
-        """Whether later steps begin from other weights, so that they are not judged together with this one."""
-        return bool(self.rolled_back or self.stopped)
-
-    def progress(self) -> dict[str, float]:
+    def progress(self) -> Metrics:
         """What the progress bar shows."""
         if self.reward is not None:
             return {"reward": self.reward, "tokens_per_second": self.tokens_per_second}
@@ -228,7 +223,7 @@ Output = tuple[tuple[int, ...], ...]
 """The sampled tokens of a rollout, call by call."""
 
 
-def batch_metrics(trajectories: Sequence[Trajectory], reward_weights: RewardWeights = None) -> dict[str, float]:
+def batch_metrics(trajectories: Sequence[Trajectory], reward_weights: RewardWeights = None) -> Metrics:
     """Metrics of a batch, with the names of `StepRecord`. Whatever cannot be computed is left out."""
     if not trajectories:
         return {}
@@ -260,7 +255,7 @@ def score_of(trajectory: Trajectory, weights: RewardWeights) -> float | None:
         return None
 
 
-def _named(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _named(trajectories: Sequence[Trajectory]) -> Metrics:
     """The mean of each named dimension, and of the intermediate rewards of a rollout."""
     named: defaultdict[str, list[float]] = defaultdict(list)
     for each in trajectories:
@@ -292,7 +287,7 @@ def output_of(trajectory: Trajectory) -> Output:
     return tuple([call.response_token_ids for call in trajectory.transitions])
 
 
-def _outputs(trajectories: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+def _outputs(trajectories: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory]]) -> Metrics:
     calls = [call for each in trajectories for call in each.transitions]
     tokens = sum(len(call.response_token_ids) for call in calls)
     if not tokens:
@@ -325,9 +320,7 @@ def repeated_ngrams(tokens: Sequence[int]) -> float:
 # -- step -----------------------------------------------------------------------------------------------------------
 
 
-def step_line(
-    state: RunState, collected: Collected, metrics: Metrics, reward_weights: RewardWeights = None
-) -> dict[str, Any]:
+def step_line(state: RunState, collected: Collected, metrics: Metrics, reward_weights: RewardWeights) -> dict[str, Any]:
     """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
     reasons, tokens = count_reasons(collected.rejected), collected.sampled_tokens
     automatic = defaultdict[str, float](float)
@@ -335,10 +328,9 @@ def step_line(
         for rule, value in trajectory.metadata.get(AUTOMATIC_REWARDS, {}).items():
             automatic[f"air_{rule}"] += value
             automatic["air_reward"] += value
+    place = {"step": state.step, "revision": state.revision, "stage": len(state.stages)}
     return {
-        "step": state.step,
-        **({"revision": state.revision} if state.revision else {}),
-        **({"stage": len(state.stages)} if state.stages else {}),
+        **{name: number for name, number in place.items() if number},
         **batch_metrics(collected.trajectories, reward_weights),
         **metrics,
         "rollouts": state.rollouts,

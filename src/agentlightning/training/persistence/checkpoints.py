@@ -1,46 +1,50 @@
 """Checkpoints of a run: the weights and training state of its policy, what its algorithm has learned beside them, and
-the resources it published."""
+the resources it published; and the policy that it starts or resumes with."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from agentlightning.algorithms.base import Algorithm
-from agentlightning.config import RunConfig
+from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
+from agentlightning.config import RunConfig, TrainConfig
 from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import Engine
-from agentlightning.errors import PolicyError, ResumeError
-from agentlightning.policy.base import Policy
+from agentlightning.errors import ConfigError, PolicyError, ResumeError
+from agentlightning.models.resolve import TINY
+from agentlightning.policy import open as opening
+from agentlightning.policy.base import Metrics, Policy, capabilities_of
 from agentlightning.policy.learner import Learner
 from agentlightning.resources import LLM, NamedResources, ProxyLLM, named_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.task import load_dataset
 from agentlightning.training.persistence.run_dir import (
     ALGORITHM_FILE,
     KeptCheckpoint,
     RunDir,
     RunState,
+    Tasks,
     readable,
     write_atomically,
 )
+from agentlightning.util.progress import Progress
 
 # -- publisher -------------------------------------------------------------------------------------------------------
 
 # Publishes to the store the resources that rollouts are given: the policy's address, and what an algorithm tunes.
 
 
-@dataclass(slots=True)
-class ResourcePublisher:
+class ResourcePublisher(Struct):
     """Publishes the present weights and resources under a name for each purpose."""
 
     store: LightningStoreBase
@@ -58,38 +62,29 @@ class ResourcePublisher:
         self.resources = {**self.resources, **resources}
         self.published = self.published or bool(resources)
 
-    def _llm(self, engine: Engine, sampling: Mapping[str, float], max_calls: int | None) -> ProxyLLM:
-        return ProxyLLM(
-            endpoint=self.server_url,
-            model=engine.model,
-            sampling_parameters=dict(sampling),
-            policy_version=engine.policy_version,
-            max_calls=max_calls,
-        )
-
-    def _policy_resources(self, sampling: Mapping[str, float], max_calls: int | None) -> NamedResources:
-        """The policy as `llm`, and each of its adapters; empty where the run trains none."""
-        if self.policy is None:
-            return {}
+    async def write(
+        self,
+        resources_id: str,
+        sampling: Mapping[str, float],
+        max_calls: int | None = None,
+        resources: NamedResources | None = None,
+    ) -> str:
+        """Write `resources`, by default the present ones, and the policy to the store; again under the same id after a
+        crash, at the new address. A rollout is given at most `max_calls` answers of the policy."""
+        engines: dict[str, Engine] = {} if self.policy is None else {"llm": self.policy}
+        if isinstance(self.policy, AgentEngines):  # Each of its adapters.
+            start = f"{self.policy.model}:"
+            engines |= {f"llm:{model.removeprefix(start)}": view for model, view in self.policy.views.items()}
         max_calls = min((limit for limit in (max_calls, self.max_calls) if limit is not None), default=None)
-        found: NamedResources = {"llm": self._llm(self.policy, sampling, max_calls)}
-        for model, view in self.policy.views.items() if isinstance(self.policy, AgentEngines) else ():
-            found[f"llm:{model.removeprefix(f'{self.policy.model}:')}"] = self._llm(view, sampling, max_calls)
-        return found
-
-    async def write_trial(self, label: str, resources: NamedResources, sampling: Mapping[str, float]) -> str:
-        """Write the present resources with some replaced, and the policy. Returns their id, which begins with `label`
-        and is the same for the same resources, wherever the policy is served."""
-        given = {**self.resources, **resources}
-        digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
-        resources_id = f"{label}-{digest}"
-        await self.store.update_resources(resources_id, given | self._policy_resources(sampling, None))
-        return resources_id
-
-    async def write(self, resources_id: str, sampling: Mapping[str, float], max_calls: int | None = None) -> str:
-        """Write the present resources to the store; again under the same id after a crash, at the new address. A
-        rollout is given at most `max_calls` answers of the policy."""
-        given = {**self.resources, **self._policy_resources(sampling, max_calls)}
+        given = dict(resources or self.resources)
+        for name, engine in engines.items():
+            given[name] = ProxyLLM(
+                endpoint=self.server_url,
+                model=engine.model,
+                sampling_parameters=dict(sampling),
+                policy_version=engine.policy_version,
+                max_calls=max_calls,
+            )
         await self.store.update_resources(resources_id, given)
         return resources_id
 
@@ -104,8 +99,7 @@ CHECKPOINT_SHARE = 9
 """... and of others so few that training takes nine times as long."""
 
 
-@dataclass(slots=True)
-class Checkpoints:
+class Checkpoints(Struct):
     """Writes and restores what the run has learned."""
 
     run_dir: RunDir
@@ -118,7 +112,7 @@ class Checkpoints:
     """Shows a message to the user."""
     _saved: int | None = None
     """The version of the weights that were saved last ..."""
-    _places: set[Path] = field(default_factory=set[Path])
+    _places: set[Path] = set()
     """... and the directories that hold them."""
     _slowest: float = 0.0
     """The most seconds that one took."""
@@ -128,7 +122,7 @@ class Checkpoints:
     @property
     def version(self) -> int | None:
         """That of the present weights."""
-        return None if self.learner is None else self.learner.policy_version
+        return self.learner and self.learner.policy_version
 
     @property
     def written(self) -> KeptCheckpoint | None:
@@ -274,3 +268,93 @@ async def newest_version(store: LightningStoreBase, state: RunState) -> int:
             newest = max(newest, llm.policy_version or 0)
         step += 1
     return newest if state.checkpoint_version is None else max(newest, state.checkpoint_version + step - state.step)
+
+
+# -- starting policy -------------------------------------------------------------------------------------------------
+
+# The policy that a run starts or resumes with: the configured model, a tiny one, or one after its warm start.
+
+
+def has_random_weights(config: TrainConfig) -> bool:
+    """Whether the run starts from random weights."""
+    return config.policy.model == TINY and config.warm_start.dataset is None
+
+
+async def make_starting_policy(config: TrainConfig, run_dir: RunDir, tasks: Tasks, progress: Progress) -> None:
+    """Write the starting policy to the run directory, unless it is there or the configured model is used as it is."""
+    warm_start, model = config.warm_start, config.policy.model
+    if run_dir.start.exists() or (model != TINY and warm_start.dataset is None):
+        return
+    conversations = load_dataset(warm_start.dataset) if warm_start.dataset else []
+    if model == TINY:
+        from agentlightning.models.tiny import make_tiny
+
+        progress.phase("making a tiny policy", 1)
+        records = [*tasks.train, *conversations]
+        model = str(await asyncio.to_thread(make_tiny, run_dir.path / TINY, records, seed=config.run.seed))
+    settings: Any = SFTConfig(**dict(warm_start), seed=config.run.seed, token_budget=config.policy.token_budget)
+    learning = SFTAlgorithm(None, conversations, config=settings)
+    steps = learning.total_steps if conversations else 0
+    policy = await opening.open_policy(
+        opening.policy_config(
+            # A warm start trains all weights; without one they are only written.
+            config.policy.model_copy(update={"lora": None} | ({} if conversations else {"kind": "local"})),
+            model,
+            optimizer=warm_start.optimizer,
+            steps=max(1, steps),
+            objective=learning.objective,
+            seed=config.run.seed,
+        )
+    )
+
+    def report(step: int, metrics: Metrics) -> None:
+        progress.update(step, loss=metrics["loss"])
+
+    try:
+        if conversations:
+            progress.phase("warm start", steps)
+            learning.model, learning.on_step = policy, report
+            await learning.run()
+        await policy.save(run_dir.start)
+    finally:
+        await policy.close()
+
+
+async def open_for_training(
+    config: TrainConfig,
+    algorithm: Algorithm[Any],
+    run_dir: RunDir,
+    state: RunState,
+    store: LightningStoreBase,
+    progress: Progress,
+    check: Callable[[Policy], Awaitable[None]] | None,
+) -> Policy:
+    """The policy of a run and its servers: with the starting weights if these are still to be measured, else with those
+    of its last checkpoint. `check` sees the policy before any server gets its weights. Raises ConfigError, PolicyError,
+    and ResumeError for a checkpoint that does not fit."""
+    settings = opening.policy_config(
+        config.policy,
+        str(run_dir.start) if run_dir.start.exists() else config.policy.model,
+        optimizer=algorithm.optimizer or getattr(config.algorithm, "optimizer", None),
+        steps=algorithm.optimizer_steps,
+        objective=algorithm.objective,
+        seed=config.run.seed,
+        agents=algorithm.agents,
+    )
+    policy = await opening.open_trained(config.policy, settings)
+    try:
+        if config.policy.in_flight and not capabilities_of(policy).in_flight:
+            raise ConfigError(
+                "policy.in_flight = true: this policy cannot change its weights while answers are drawn; leave"
+                " in_flight false, and they finish first"
+            )
+        if check is not None:
+            await check(policy)
+        if not state.measures_start(config.evaluation.modes):
+            await load_weights(policy, run_dir, state, store)
+    except BaseException:
+        await policy.close()
+        raise
+    if config.policy.engine != "local":
+        progress.phase("starting model servers", 1)
+    return await opening.with_servers(policy, config.policy, run_dir.path.absolute() / "servers", settings.dtype)

@@ -1,1 +1,1 @@
-"""What a run says of itself: the records of its steps, warnings, the reward curve and the result."""
+"""What a run says of itself: the result, the report, and the examination of its directory."""

@@ -48,8 +48,7 @@ from agentlightning.rollouts import (
     RolloutMode,
     RolloutStatus,
 )
-from agentlightning.runner.agents.arguments import Invocation
-from agentlightning.runner.agents.reward import RewardFunction
+from agentlightning.runner.agents.arguments import Invocation, RewardFunction
 from agentlightning.span import AIR_RULE, Span
 from agentlightning.store.base import ROLLOUTS_PER_READ, LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
@@ -65,9 +64,24 @@ from agentlightning.util.json_values import dumps, recorded_objects
 # eight calls, a thread takes a ninth of the time of a process, and delays a heartbeat by at most 24 ms instead of 380.
 
 NO_REWARDS: Mapping[str, float] = MappingProxyType({})
-NO_TASKS: Mapping[str, Any] = MappingProxyType({})
 Readings = tuple[tuple[Trajectory, ...], tuple[Rejection, ...]]
 """The usable trajectories and the rejected rollouts, each in the order requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """One rollout to run."""
+
+    rollout_id: str
+    task: Any
+    group: str
+    """The same for the rollouts of one task within a step."""
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What its rollout records beside the group. `BRANCH`: the `rollout_id` of the rollout that it branches off, and
+    `span_ids` of the calls before that point, as the gateway reads them."""
+    resources_id: str | None = None
+    """None: it was not queued."""
+    mode: RolloutMode = "train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,82 +99,52 @@ class TrajectoryReader:
     """The reward of rollouts that ended at their limit of turns without one of their own."""
 
     async def read(
-        self,
-        groups: Mapping[str, str],
-        check: Check | None = None,
-        rewards: Mapping[str, float] = NO_REWARDS,
-        tasks: Mapping[str, Any] = NO_TASKS,
+        self, plans: Sequence[RolloutPlan], check: Check | None = None, rewards: Mapping[str, float] = NO_REWARDS
     ) -> Readings:
-        """`groups`: rollout id -> group; `tasks`: rollout id -> its input. `rewards` replace the rewards of those that
-        timed out."""
-        if not groups:
-            return (), ()
-        found: dict[str, Trajectory] = {}
-        rejected: dict[str, Rejection] = {}
-        for ids in _chunks(list(groups), ROLLOUTS_PER_READ):
-            chunk = [each async for each in self.store.iter_spans(ids)]
-            assembled, rewards_found = await asyncio.to_thread(self._assemble, chunk, groups)
+        """The finished rollouts of these plans. `rewards`, by id, replace those of rollouts that timed out."""
+        found: list[Trajectory | Rejection] = []
+        for chunk in _chunks(plans, ROLLOUTS_PER_READ):
+            spans = [own async for _, own in self.store.iter_spans([plan.rollout_id for plan in chunk])]
+            assembled, rewards_found = await asyncio.to_thread(self._assemble, chunk, spans, rewards)
             if rewards_found:
                 await self.store.add_many_spans(rewards_found)
-            for read in assembled:
-                if isinstance(read, Rejection):
-                    rejected[read.rollout_id] = read
-                else:
-                    reward = rewards.get(read.rollout_id, self._reward(read))
-                    found[read.rollout_id] = replace(read, reward=reward, task=tasks.get(read.rollout_id))
-        usable, refused = await checked([found[each] for each in groups if each in found], check)
-        rejected |= {each.rollout_id: each for each in refused}
-        return usable, tuple(rejected[rollout_id] for rollout_id in groups if rollout_id in rejected)
-
-    async def read_remaining(
-        self, groups: Mapping[str, str], check: Check | None = None, tasks: Mapping[str, Any] = NO_TASKS
-    ) -> tuple[Trajectory, ...]:
-        """The usable ones of rollouts that the store may have removed, each read and checked by itself."""
-        found: list[Trajectory] = []
-        for rollout_id, group in groups.items():
-            try:
-                usable, _ = await self.read({rollout_id: group}, check, tasks=tasks)
-            except NotFoundError:
-                continue
-            found += usable
-        return tuple(found)
-
-    def _reward(self, read: Trajectory) -> Reward | None:
-        return self.turn_limit_reward if read.reward is None and TURN_LIMIT_REACHED in read.metadata else read.reward
+            found += assembled
+        return await checked(found, check)
 
     def _assemble(
-        self, chunk: Sequence[tuple[str, list[Span]]], groups: Mapping[str, str]
+        self, plans: Sequence[RolloutPlan], recorded: Sequence[list[Span]], rewards: Mapping[str, float]
     ) -> tuple[list[Trajectory | Rejection], list[Span]]:
         """What was read of each rollout, and the automatic rewards that the store does not have yet."""
         assembled: list[Trajectory | Rejection] = []
         found: list[Span] = []
-        for rollout_id, spans in chunk:
-            attempt_id, group = spans[-1].attempt_id if spans else "", groups[rollout_id]
+        for plan, spans in zip(plans, recorded, strict=True):
+            key, attempt_id = plan.rollout_id, spans[-1].attempt_id if spans else ""
             try:
-                spans, new = self._with_rewards(spans, attempt_id)
-                found += new
-                read = trajectory(rollout_id, attempt_id, spans, group, model=self.model, limits=self.limits)
+                if self.air is not None:  # The rewards of today's rules take the place of recorded ones.
+                    own = [span for span in spans if span.attempt_id == attempt_id and AIR_RULE not in span.attributes]
+                    given, known = self.air.reward_spans(own, calls(own)), {span.span_id for span in spans}
+                    found += [reward for reward in given if reward.span_id not in known]
+                    spans = [*own, *given]
+                read = trajectory(key, attempt_id, spans, plan.group, model=self.model, limits=self.limits)
             except (*REJECTING, *UNREADABLE) as error:
-                assembled.append(rejection(rollout_id, error))
-            else:
-                assembled.append(read)
+                assembled.append(rejection(key, error))
+                continue
+            ended_early = read.reward is None and TURN_LIMIT_REACHED in read.metadata
+            reward = rewards.get(key, self.turn_limit_reward if ended_early else read.reward)
+            assembled.append(replace(read, reward=reward, task=plan.task))
         return assembled, found
 
-    def _with_rewards(self, spans: list[Span], attempt_id: str) -> tuple[list[Span], list[Span]]:
-        """The spans with the rewards of today's rules in place of recorded ones, and those that are not recorded."""
-        if self.air is None:
-            return spans, []
-        attempt = [span for span in spans if span.attempt_id == attempt_id and AIR_RULE not in span.attributes]
-        known = {span.span_id for span in spans}
-        rewards = self.air.reward_spans(attempt, calls(attempt))
-        return [*attempt, *rewards], [reward for reward in rewards if reward.span_id not in known]
 
-
-async def checked(trajectories: Sequence[Trajectory], check: Check | None) -> Readings:
-    """Those that can be used, and those that `check` names."""
-    rejected = () if check is None else tuple(await asyncio.to_thread(lambda: list(check(trajectories))))
-    refused = {each.rollout_id for each in rejected}
-    return tuple(each for each in trajectories if each.rollout_id not in refused), rejected
+async def checked(found: Sequence[Trajectory | Rejection], check: Check | None) -> Readings:
+    """Those that can be used, and those that are rejected already or that `check` names."""
+    usable, refused = [each for each in found if isinstance(each, Trajectory)], dict[str, Rejection]()
+    if check is not None and usable:
+        refused = {each.rollout_id: each for each in await asyncio.to_thread(lambda: list(check(usable)))}
+    rejected = [refused.get(each.rollout_id, each) for each in found]
+    return (
+        tuple(each for each in usable if each.rollout_id not in refused),
+        tuple(each for each in rejected if isinstance(each, Rejection)),
+    )
 
 
 # -- transcripts -----------------------------------------------------------------------------------------------------
@@ -171,26 +155,18 @@ MOST_TEXT = 2000
 """Characters of a task, a conversation or an output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """What the last attempt of a rollout has left in the store."""
-
-    attempt: Attempt | None
-    spans: tuple[Span, ...]
-
-    @property
-    def output(self) -> Any:
-        """What the agent returned."""
-        return None if self.attempt is None else self.attempt.metadata.get("output")
-
-
-async def read_recordings(store: LightningStoreBase, rollout_ids: Sequence[str]) -> dict[str, Recording]:
-    """By rollout id, in the order given. Raises NotFoundError for a rollout that is no longer there."""
+async def read_recordings(store: LightningStoreBase, rollout_ids: Sequence[str]) -> dict[str, RolloutReport]:
+    """What the last attempts of rollouts have left in the store: by rollout id, in the order given. Raises
+    NotFoundError for a rollout that is no longer there."""
     if not rollout_ids:
         return {}
     attempts = {each.rollout_id: each for each in await store.get_latest_attempts(rollout_ids)}
     spans = {rollout_id: tuple(found) async for rollout_id, found in store.iter_spans(rollout_ids)}
-    return {each: Recording(attempts.get(each), spans.get(each, ())) for each in rollout_ids}
+    outputs = {key: attempt.metadata.get("output") for key, attempt in attempts.items()}
+    return {
+        key: RolloutReport(key, output=outputs.get(key), spans=spans.get(key, ()), attempt=attempts.get(key))
+        for key in rollout_ids
+    }
 
 
 async def apply_reward(
@@ -203,11 +179,6 @@ async def apply_reward(
     invocation = Invocation(attempted, {} if resources is None else resources.resources, task=rollout.input)
     value = await asyncio.to_thread(function.start, invocation, attempt.metadata.get("output"), spans=spans)
     return check_reward(await value if inspect.isawaitable(value) else value, function.source)
-
-
-def conversation_of(spans: Sequence[Span]) -> list[str]:
-    """The transcript, a line for each message."""
-    return [f"{each.get('role', '?')}: {said(each)}" for each in transcript_of(spans)]
 
 
 def transcript_of(spans: Sequence[Span]) -> tuple[Mapping[str, Any], ...]:
@@ -281,22 +252,6 @@ EVALUATION_ADVICE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutPlan:
-    """One rollout to run."""
-
-    rollout_id: str
-    task: Any
-    group: str
-    """The same for the rollouts of one task within a step."""
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What its rollout records beside the group. `BRANCH`: the `rollout_id` of the rollout that it branches off, and
-    `span_ids` of the calls before that point, as the gateway reads them."""
-    resources_id: str | None = None
-    """None: it was not queued."""
-    mode: RolloutMode = "train"
-
-
 @dataclass(slots=True)
 class RolloutCollector:
     """Queues rollouts and collects their trajectories."""
@@ -354,10 +309,17 @@ class RolloutCollector:
         rewards = {} if timeout_reward is None else dict.fromkeys(timed_out, timeout_reward)
         failed = tuple(rollout for rollout in failed if rollout.rollout_id not in rewards)
         failed_ids = {rollout.rollout_id for rollout in failed}
-        groups = {plan.rollout_id: plan.group for plan in plans if plan.rollout_id not in failed_ids}
-        tasks = {plan.rollout_id: plan.task for plan in plans}
-        trajectories, rejected = await self.reader.read(groups, check, rewards, tasks)
-        self._check_rejected(rejected, failed, len(plans), max_rejected_share)
+        ended = [plan for plan in plans if plan.rollout_id not in failed_ids]
+        trajectories, rejected = await self.reader.read(ended, check, rewards)
+        if rejected and _too_many(len(rejected) + len(failed), len(plans), max_rejected_share):
+            counts = count_reasons(rejected)
+            also = f", and {len(failed)} failed" if failed else ""
+            stop = UnknownTokensError if set(counts) == {UNKNOWN_TOKENS} else TrainingStopped
+            raise stop(
+                f"{len(rejected)} of {len(plans)} rollouts cannot be used ({describe_reasons(counts)}){also}, more than"
+                f" max_failed_share={max_rejected_share:g} allows. The first one, {rejected[0].rollout_id}:\n"
+                f"{rejected[0].message}\n{self.advice}"
+            )
         return Collected(trajectories, failed, rejected, len(timed_out), time.monotonic() - started)
 
     async def enqueue(
@@ -369,28 +331,21 @@ class RolloutCollector:
     ) -> list[RolloutPlan]:
         """Queue the rollouts that do not exist yet. A rollout that failed earlier is queued again; one that finished
         earlier and cannot be used is replaced by a new one of the same task."""
-        found = [replace(plan, resources_id=resources_id, mode=mode) for plan in plans]
-        positions = list(range(len(found)))
-        repetition = 0
-        while positions:
-            queued = await self._queue([found[position] for position in positions])
-            for rollout in queued:
+        found = {plan.rollout_id: replace(plan, resources_id=resources_id, mode=mode) for plan in plans}
+        asked, repetition = list(found), 0
+        while asked:
+            done: dict[str, str] = {}
+            for key, rollout in zip(asked, await self._queue([found[key] for key in asked]), strict=True):
                 if rollout.status in ("failed", "cancelled"):
                     await self.store.requeue_rollout(rollout.rollout_id, "asked for again")
-            done = {
-                rollout.rollout_id: position
-                for position, rollout in zip(positions, queued, strict=True)
-                if rollout.status == "succeeded"
-            }
-            groups = {rollout_id: found[position].group for rollout_id, position in done.items()}
-            tasks = {rollout_id: found[position].task for rollout_id, position in done.items()}
-            _, rejected = await self.reader.read(groups, check, tasks=tasks)
-            positions = [done[each.rollout_id] for each in rejected]
+                elif rollout.status == "succeeded":
+                    done[rollout.rollout_id] = key
+            _, rejected = await self.reader.read([found[key] for key in done.values()], check)
+            asked = [done[each.rollout_id] for each in rejected]
             repetition += 1
-            for position in positions:
-                rollout_id = f"{plans[position].rollout_id}-again{repetition}"
-                found[position] = replace(found[position], rollout_id=rollout_id)
-        return found
+            for key in asked:
+                found[key] = replace(found[key], rollout_id=f"{key}-again{repetition}")
+        return list(found.values())
 
     async def _timed_out(self, failed: Sequence[Rollout]) -> set[str]:
         """The ids of those whose last attempt timed out."""
@@ -438,7 +393,7 @@ class RolloutCollector:
         finished: Sequence[Rollout],
         total: int,
         *,
-        timeout_reward: float | None = None,
+        timeout_reward: float | None,
         share: float | None = None,
     ) -> None:
         """Raises TrainingStopped when more than a share (default: the collector's) of `total` rollouts have failed;
@@ -454,20 +409,6 @@ class RolloutCollector:
         raise TrainingStopped(
             f"{len(failed)} of {total} rollouts failed, more than max_failed_share={share:g} allows."
             f" The first one, {failed[0].rollout_id}:\n{describe_failure(attempt)}\n{self.advice}"
-        )
-
-    def _check_rejected(
-        self, rejected: Sequence[Rejection], failed: Sequence[Rollout], total: int, share: float
-    ) -> None:
-        if not rejected or not _too_many(len(rejected) + len(failed), total, share):
-            return
-        counts = count_reasons(rejected)
-        also = f", and {len(failed)} failed" if failed else ""
-        stop = UnknownTokensError if set(counts) == {UNKNOWN_TOKENS} else TrainingStopped
-        raise stop(
-            f"{len(rejected)} of {total} rollouts cannot be used ({describe_reasons(counts)}){also}, more than"
-            f" max_failed_share={share:g} allows. The first one, {rejected[0].rollout_id}:\n{rejected[0].message}\n"
-            f"{self.advice}"
         )
 
     async def first_of_each_reason(self, collected: Collected) -> dict[str, Rejection]:
@@ -495,11 +436,12 @@ class RolloutCollector:
         for resources_id in sorted({each.resources_id for each in unfinished if each.resources_id is not None}):
             if (update := await self.store.get_resources_by_id(resources_id)) is None:
                 continue
-            moved: dict[str, Any] = dict(update.resources)
-            for name, each in update.resources.items():
-                if name.partition(":")[0] == "llm" and isinstance(each, ProxyLLM):  # Others may be anywhere.
-                    moved[name] = each.model_copy(update={"endpoint": endpoint})
-            await self.store.update_resources(resources_id, moved)
+            moved = {
+                name: each.model_copy(update={"endpoint": endpoint})
+                for name, each in update.resources.items()
+                if name.partition(":")[0] == "llm" and isinstance(each, ProxyLLM)  # Others may be anywhere.
+            }
+            await self.store.update_resources(resources_id, {**update.resources, **moved})
 
     async def cancel(self, run_id: str) -> None:
         """Cancel the unfinished rollouts of a run."""
@@ -554,12 +496,12 @@ async def evaluate_tasks(
     mode: RolloutMode = "val",
     repeats: int = 1,
     rollout_ids: Sequence[str] | None = None,
-    reward_weights: RewardWeights = None,
+    reward_weights: RewardWeights,
     max_failed_share: float | None = None,
-    require_reward: bool = False,
+    require_reward: bool,
     scores: Scores | None = None,
-    on_progress: Callable[[int], None] | None = None,
-    on_collected: Callable[[Collected], Awaitable[None]] | None = None,
+    on_progress: Callable[[int], None] | None,
+    on_collected: Callable[[Collected], Awaitable[None]],
 ) -> Evaluation:
     """The rewards of each task's rollouts, `repeats` of them. Rollout ids begin with `name`, unless they are given,
     task by task: a repeated call continues an interrupted evaluation. `scores`: rewards by rollout id, in place of
@@ -591,8 +533,7 @@ async def evaluate_tasks(
             f"none of {len(tasks)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
             f" {first.rollout_id}: {first.message}"
         )
-    if on_collected is not None:
-        await on_collected(collected)
+    await on_collected(collected)
     if scores is not None:
         known = await scores([each.rollout_id for each in collected.trajectories])
     else:
@@ -640,5 +581,5 @@ async def run_trials(
     for rollout_id, found in (await read_recordings(collector.store, ids)).items():
         name = rollout_id.removeprefix(f"{label}-").partition("-again")[0]
         outcome = outcomes.get(rollout_id) or {"failure": describe_failure(found.attempt)}
-        reports[name] = RolloutReport(rollout_id, output=found.output, spans=found.spans, **outcome)
+        reports[name] = replace(found, **outcome)
     return collected, [reports[name] for name in tasks]

@@ -19,7 +19,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -32,7 +33,7 @@ from agentlightning.config import Branching, CurriculumConfig
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, Check, Rejection, rejection
-from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, RewardError
+from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, NotFoundError, RewardError
 from agentlightning.policy.learner import Learner, age, updates_of
 from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.rollouts import BRANCH, Rollout
@@ -125,55 +126,51 @@ async def judged(
     collected = await collect(replace(request, check=None))
     limit = asyncio.Semaphore(JUDGED_AT_ONCE)
 
-    async def judge(group: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Rejection]]:
+    async def judge(group: Sequence[Trajectory]) -> list[Trajectory | Rejection]:
         async with limit:
             return await _judge(group, function, store)
 
     groups = await asyncio.gather(*map(judge, group_trajectories(collected.trajectories)))
-    rejected = [each for _, own in groups for each in own]
-    usable, unusable = await checked([each for kept, _ in groups for each in kept], request.check)
+    found = [each for group in groups for each in group]
+    usable, rejected = await checked(found, request.check)
+    missing = sum(isinstance(each, Rejection) for each in found)
     return replace(
         collected,
         trajectories=usable,
-        rejected=(*collected.rejected, *rejected, *unusable),
-        metrics={**collected.metrics, "group_rewards_missing": float(len(rejected))},
+        rejected=(*collected.rejected, *rejected),
+        metrics={**collected.metrics, "group_rewards_missing": float(missing)},
     )
 
 
 async def _judge(
     group: Sequence[Trajectory], function: GroupReward, store: LightningStoreBase
-) -> tuple[list[Trajectory], list[Rejection]]:
+) -> list[Trajectory | Rejection]:
+    """Each rollout with its reward, or why it has none."""
     try:
-        rewards = await _rewards(group, function, store)
+        recorded = await read_recordings(store, [each.rollout_id for each in group])
+        rollouts = [
+            JudgedRollout(each.rollout_id, each.task, own.output, transcript_of(own.spans))
+            for each, own in zip(group, recorded.values(), strict=True)
+        ]
+        given = await asyncio.to_thread(function, rollouts)
+        rewards: list[Reward | None] = list(await given if inspect.isawaitable(given) else given)
+        if len(rewards) != len(group):
+            raise RewardError(
+                f"the group reward gave {len(rewards)} rewards for {len(group)} rollouts; give one for each"
+            )
     except Exception as error:  # noqa: BLE001  The boundary of the user's function, which may raise anything.
         reason = str(error) if isinstance(error, MissingRewardError) else f"{type(error).__name__}: {error}"
         message = f"the group reward gave its group none: {reason}"
-        return [], [Rejection(each.rollout_id, MISSING_REWARD, message) for each in group]
-    kept: list[Trajectory] = []
-    rejected: list[Rejection] = []
+        return [Rejection(each.rollout_id, MISSING_REWARD, message) for each in group]
+    found: list[Trajectory | Rejection] = []
     for each, reward in zip(group, rewards, strict=True):
         try:
             if reward is None:
                 raise MissingRewardError(f"the group reward gave rollout {each.rollout_id} none")
-            kept.append(replace(each, reward=check_reward(reward, "the group reward"), agent_rewards={}))
+            found.append(replace(each, reward=check_reward(reward, "the group reward"), agent_rewards={}))
         except RewardError as error:
-            rejected.append(rejection(each.rollout_id, error))
-    return kept, rejected
-
-
-async def _rewards(
-    group: Sequence[Trajectory], function: GroupReward, store: LightningStoreBase
-) -> Sequence[Reward | None]:
-    recorded = await read_recordings(store, [each.rollout_id for each in group])
-    rollouts = [
-        JudgedRollout(each.rollout_id, each.task, found.output, transcript_of(found.spans))
-        for each, found in zip(group, recorded.values(), strict=True)
-    ]
-    found = await asyncio.to_thread(function, rollouts)
-    rewards = list(await found if inspect.isawaitable(found) else found)
-    if len(rewards) != len(group):
-        raise RewardError(f"the group reward gave {len(rewards)} rewards for {len(group)} rollouts; give one for each")
-    return rewards
+            found.append(rejection(each.rollout_id, error))
+    return found
 
 
 # -- task order ------------------------------------------------------------------------------------------------------
@@ -214,7 +211,21 @@ class LearnabilityOrder(Struct):
         untried = [index for index in self._shuffled if index not in self.state]
         tried = [index for index, record in self.state.items() if record.groups or record.unrewarded]
         fresh = untried[: max(count - len(tried), round(self.config.untried_share * count))]
-        drawn = [*fresh, *self._by_score(tried, turn, count - len(fresh), rng)]
+        known = {index: self.state[index] for index in tried}
+        rewarded = [record.score for record in known.values() if record.groups]
+        unknown = statistics.fmean(rewarded) if rewarded else 0.0
+        scores = {index: record.score if record.groups else unknown for index, record in known.items()}
+        ages = {index: max(1.0, turn - record.turn) for index, record in known.items()}
+        total, age = sum(scores.values()), sum(ages.values())
+        rho = self.config.staleness_share if total > 0 else 1.0
+
+        def key(index: int) -> tuple[float, float]:
+            share = (1 - rho) * scores[index] / (total or 1.0) + rho * ages[index] / age
+            return (math.log(1 - rng.random()) / share if share else -math.inf), rng.random()
+
+        # Those with the highest keys log(u) / P(i), u being random, are different ones drawn by P(i) (Efraimidis and
+        # Spirakis, Information Processing Letters 97, 2006).
+        drawn = [*fresh, *sorted(tried, key=key, reverse=True)[: count - len(fresh)]]
         while len(drawn) < count:  # Fewer tasks than a turn takes: some are drawn twice.
             drawn.append(rng.choice(self._shuffled))
         for index in drawn:
@@ -231,23 +242,6 @@ class LearnabilityOrder(Struct):
             "curriculum_tasks_with_spread": float(sum(record.std > 0 for record in tried)),
             "curriculum_tasks_forgotten": float(sum(record.is_forgotten for record in tried)),
         }
-
-    def _by_score(self, tried: Sequence[int], turn: int, count: int, rng: random.Random) -> list[int]:
-        """`count` different ones of the tried tasks, drawn by P(i): those with the highest keys log(u) / P(i), u being
-        random (Efraimidis and Spirakis, Information Processing Letters 97, 2006)."""
-        known = {index: self.state[index] for index in tried}
-        rewarded = [record.score for record in known.values() if record.groups]
-        unknown = statistics.fmean(rewarded) if rewarded else 0.0
-        scores = {index: record.score if record.groups else unknown for index, record in known.items()}
-        ages = {index: max(1.0, turn - record.turn) for index, record in known.items()}
-        total, age = sum(scores.values()), sum(ages.values())
-        rho = self.config.staleness_share if total > 0 else 1.0
-
-        def key(index: int) -> tuple[float, float]:
-            share = (1 - rho) * scores[index] / (total or 1.0) + rho * ages[index] / age
-            return (math.log(1 - rng.random()) / share if share else -math.inf), rng.random()
-
-        return sorted(tried, key=key, reverse=True)[:count]
 
 
 # -- in-flight limit -------------------------------------------------------------------------------------------------
@@ -278,8 +272,7 @@ async def unknown_usage() -> float | None:
     return None
 
 
-@dataclass(slots=True)
-class InFlightLimit:
+class InFlightLimit(Struct):
     """The number of groups that may run at the same time; no limit until the engine is first overloaded."""
 
     usage: Usage = unknown_usage
@@ -468,9 +461,13 @@ class RolloutStream(Struct):
     async def recall(
         self, groups: Mapping[str, str], check: Check | None, tasks: Mapping[str, Any], max_age: int
     ) -> tuple[Trajectory, ...]:
-        """See `Training.recall`."""
-        found = await self.collector.reader.read_remaining(groups, check, tasks)
-        return tuple(each for each in found if self._age(each) <= max_age)
+        """See `Training.recall`. The store may have removed some: each is read by itself."""
+        found: list[Trajectory] = []
+        for key, group in groups.items():
+            with suppress(NotFoundError):
+                usable, _ = await self.collector.reader.read([RolloutPlan(key, tasks.get(key), group)], check)
+                found += [each for each in usable if self._age(each) <= max_age]
+        return tuple(found)
 
     async def _collect(self, request: RolloutRequest) -> Collected:
         step = self.state.step
@@ -479,28 +476,60 @@ class RolloutStream(Struct):
         following = [want for want in request.wants if want.is_next]
         named = [want for want in request.wants if not want.is_next]
         if self._served == step and following:
-            tasks = self._of_epoch(step, len(following), self.seed + PART_SEED * part)
+            tasks = tasks_of_step(len(self.tasks), len(following), step, self.seed + PART_SEED * part)
             named += [replace(want, task=task) for want, task in zip(following, tasks, strict=True)]
         plans = await self._named(named, step, part)
         collected = Collected(())
         if following and self._served != step:
             self._served = step
             collected = await self._next_groups(replace(request, wants=following), step)
-        return collected + await self._run_at_once(plans, request, step, part) if plans else collected
+        if not plans:
+            return collected
+        more = await self.collector.collect(
+            plans,
+            resources_id=await self._publish(f"{self.state.step_name(step)}-part{part}", request, step),
+            check=request.check,
+            timeout_reward=request.timeout_reward,
+            on_progress=lambda done: self._show(done, len(plans)),
+        )
+        if any(want.branch for want in request.wants):
+            metrics = {"branches": float(sum(BRANCH in plan.metadata for plan in plans))}
+            for name in (REPLAYED_CALLS, REPLAY_MISMATCHES):
+                metrics[name] = float(sum(each.metadata.get(name, 0) for each in more.trajectories))
+            more = replace(more, metrics=metrics)
+        return collected + more
 
     async def _next_groups(self, request: RolloutRequest, step: int) -> Collected:
-        started = time.monotonic()
+        started, share = time.monotonic(), self.collector.max_failed_share
         self._counts.clear()
         await self._postpone_deadlines()
         while True:
             async with in_background(self.limit.read()):
                 chosen = await self._wait(request)
-            collected = await self._read(chosen, request)
+            # Agents that die do so early: where other groups are still running, the share of failures is that of all
+            # groups under way (`_wait`), and not of the first to complete.
+            collected = await self.collector.collect(
+                _plans_of(chosen),
+                resources_id=None,
+                check=request.check,
+                timeout_reward=request.timeout_reward,
+                max_failed_share=1.0 if self.max_staleness else share,
+                max_rejected_share=share,
+            )
             old = {each.group for each in collected.trajectories if self._age(each) > self.max_staleness}
             stale = [group for group in chosen if group.name in old]
             if not stale:
                 break
-            await self._run_again(stale, request)
+            for group in stale:
+                group.reruns += 1
+                plans = self._plans(len(group.plans), group.name, group.task)
+                group.plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
+            await self._queue(stale, request)
+            self._counts["groups_stale"] += len(stale)
+            self._note(
+                "stale",
+                f"group {stale[0].name} is older than max_staleness={self.max_staleness} updates: its task runs again",
+            )
         self._take(chosen, step)
         ended = [each for group in chosen for each in group.ended.values()]
         earlier = {each.rollout_id for each in ended if (each.end_time or math.inf) < self._began}
@@ -519,7 +548,7 @@ class RolloutStream(Struct):
         starting: list[Group] = []
         drawn: dict[int, list[int]] = {}
         self._limited = False
-        while (under_way := len(self._groups) + len(starting)) < self._most(request):
+        while (under_way := len(self._groups) + len(starting)) < (self.max_staleness + 1) * len(request.wants):
             running = sum(group.completed is None for group in self._groups) + len(starting)
             if running + 1 > self.limit.groups:
                 self._limited = True
@@ -534,14 +563,14 @@ class RolloutStream(Struct):
             if turn not in drawn:
                 drawn[turn] = self._draw(turn, len(request.wants))
             task = drawn[turn][index]
-            plans = self._plans(request.wants[index].n, self._group_name(turn, index, task), task)
+            name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
+            if self._order is not None:  # A run that is resumed from an earlier state may draw another task.
+                name += f"-task{task}"
+            plans = self._plans(request.wants[index].n, name, task)
             starting.append(Group(turn, index, plans, task=task))
         await self._queue(starting, request)
         self._groups += starting
         self._groups.sort(key=lambda group: (group.turn, group.index))
-
-    def _most(self, request: RolloutRequest) -> int:
-        return (self.max_staleness + 1) * len(request.wants)
 
     def _next_place(self, request: RolloutRequest, *, needed: bool) -> tuple[int, int] | None:
         """The next group that no step has learned from. Beyond the tasks of the last step there is none, unless it is
@@ -569,37 +598,23 @@ class RolloutStream(Struct):
             for group in own:
                 group.plans = [next(queued) for _ in group.plans]
                 group.ended, group.completed, group.deadline = {}, None, self._update + self.max_staleness
-            if turn < self.state.turns:
-                await self._restore_deadlines(own)
+            if turn < self.state.turns:  # What had finished, before a resume for example, is as old as it is.
+                found = await self.collector.wait_for_some(_plans_of(own), 0)
+                finished = {rollout.rollout_id for rollout in found if rollout.status == "succeeded"}
+                for group in own:
+                    ended = [plan for plan in group.plans if plan.rollout_id in finished]
+                    trajectories, _ = await self.collector.reader.read(ended)
+                    group.deadline -= max((self._age(each) for each in trajectories), default=0)
             self.state.turns = max(self.state.turns, turn + 1)
-
-    async def _restore_deadlines(self, groups: Sequence[Group]) -> None:
-        """What had finished, before a resume for example, is as old as it is."""
-        found = await self.collector.wait_for_some(_plans_of(groups), 0)
-        finished = {rollout.rollout_id for rollout in found if rollout.status == "succeeded"}
-        for group in groups:
-            ids = [plan.rollout_id for plan in group.plans if plan.rollout_id in finished]
-            trajectories, _ = await self.collector.reader.read(dict.fromkeys(ids, group.name))
-            group.deadline -= max((self._age(each) for each in trajectories), default=0)
 
     def _draw(self, turn: int, count: int) -> list[int]:
         """The tasks of a turn: the same each time, in a resumed run as well."""
         if self._order is None:
-            return self._of_epoch(turn, count, self.seed)
+            return tasks_of_step(len(self.tasks), count, turn, self.seed)
         drawn = self.state.turn_tasks.setdefault(str(turn), [])
         if len(drawn) < count:
             drawn += self._order.draw(turn, count - len(drawn))
         return drawn
-
-    def _of_epoch(self, turn: int, count: int, seed: int) -> list[int]:
-        """Tasks by their places, of which each epoch has every one once."""
-        return tasks_of_step(len(self.tasks), count, turn, seed)
-
-    def _group_name(self, turn: int, index: int, task: int) -> str:
-        """Where the turn alone does not determine the task, the name does: a run that is resumed from an earlier state
-        may draw another one."""
-        name = f"{self.state.step_name(turn)}{self.state.suffix}-{index:04d}"
-        return f"{name}-task{task}" if self._order is not None else name
 
     def _plans(self, size: int, name: str, task: int) -> list[RolloutPlan]:
         return [RolloutPlan(f"{name}-{member:03d}", self.tasks[task], name) for member in range(size)]
@@ -641,7 +656,7 @@ class RolloutStream(Struct):
             return
         if not self.limit.is_overload(used):
             if self._limited:
-                self.limit.grow(used, self._most(request))
+                self.limit.grow(used, (self.max_staleness + 1) * len(request.wants))
             return
         running = [group for group in self._groups if group.completed is None]
         waiting = await self._waiting()
@@ -683,33 +698,9 @@ class RolloutStream(Struct):
     # -- taking --------------------------------------------------------------------------------------------------------
 
     def _age(self, trajectory: Trajectory) -> int:
-        versions = {} if self.learner is None else self.learner.versions
-        return age(trajectory, self._version, self.state.resumes, versions)
-
-    async def _run_again(self, stale: Sequence[Group], request: RolloutRequest) -> None:
-        for group in stale:
-            group.reruns += 1
-            plans = self._plans(len(group.plans), group.name, group.task)
-            group.plans = [replace(plan, rollout_id=f"{plan.rollout_id}-fresh{group.reruns}") for plan in plans]
-        await self._queue(stale, request)
-        self._counts["groups_stale"] += len(stale)
-        self._note(
-            "stale",
-            f"group {stale[0].name} is older than max_staleness={self.max_staleness} updates: its task runs again",
-        )
-
-    async def _read(self, chosen: Sequence[Group], request: RolloutRequest) -> Collected:
-        """The trajectories of complete groups. Agents that die do so early: where other groups are still running, the
-        share of failures is that of all groups under way (`_wait`), and not of the first to complete."""
-        share = self.collector.max_failed_share
-        return await self.collector.collect(
-            _plans_of(chosen),
-            resources_id=None,
-            check=request.check,
-            timeout_reward=request.timeout_reward,
-            max_failed_share=1.0 if self.max_staleness else share,
-            max_rejected_share=share,
-        )
+        if (learner := self.learner) is None:
+            return 0
+        return age(trajectory, learner.policy_version, self.state.resumes, learner.versions)
 
     def _take(self, chosen: Sequence[Group], step: int) -> None:
         """Record that `step` learns from these groups. What is recorded of a step that was not finished is undone by a
@@ -724,7 +715,11 @@ class RolloutStream(Struct):
         self.state.turn_tasks = {turn: drawn for turn, drawn in self.state.turn_tasks.items() if int(turn) >= first}
 
     def _metrics(self, chosen: Sequence[Group], collected: Collected) -> dict[str, float]:
-        found = turn_limit_metrics(collected.trajectories) | self.limit.metrics()
+        found = self.limit.metrics()
+        limits = [each.metadata[TURN_LIMIT] for each in collected.trajectories if TURN_LIMIT in each.metadata]
+        if limits:
+            reached = sum(TURN_LIMIT_REACHED in each.metadata for each in collected.trajectories)
+            found |= {"turn_limit": float(max(limits)), "rollouts_at_turn_limit": float(reached)}
         if self._order is not None:
             rewards: dict[str, list[float]] = {}
             for trajectory in collected.trajectories:
@@ -777,7 +772,7 @@ class RolloutStream(Struct):
         if rollout is None or not point.rollout_id.startswith(f"{self.state.run_id}-train-"):
             raise ValueError(f"there is no training rollout {point.rollout_id!r} in this run to branch off")
         group = str(rollout.metadata["group"])
-        read, rejected = await self.collector.reader.read({point.rollout_id: group})
+        read, rejected = await self.collector.reader.read([RolloutPlan(point.rollout_id, rollout.input, group)])
         answers = {call.span_id: len(call.response_token_ids) for each in read for call in each.transitions}
         calls = [*answers]
         oldest = max(map(self._age, read), default=0)
@@ -799,22 +794,6 @@ class RolloutStream(Struct):
             branch["kept"] = {point.call: point.kept}
         return group, rollout.input, branch if branch["span_ids"] or point.kept else None
 
-    async def _run_at_once(
-        self, plans: Sequence[RolloutPlan], request: RolloutRequest, step: int, part: int
-    ) -> Collected:
-        """A batch of its own, awaited at once."""
-        name = f"{self.state.step_name(step)}-part{part}"
-        collected = await self.collector.collect(
-            plans,
-            resources_id=await self._publish(name, request, step),
-            check=request.check,
-            timeout_reward=request.timeout_reward,
-            on_progress=lambda done: self._show(done, len(plans)),
-        )
-        branched = any(want.branch for want in request.wants)
-        metrics = branching_metrics(plans, collected.trajectories) if branched else {}
-        return replace(collected, metrics=metrics)
-
     # -- small parts ---------------------------------------------------------------------------------------------------
 
     async def _publish(self, name: str, request: RolloutRequest, turn: int) -> str:
@@ -822,14 +801,9 @@ class RolloutStream(Struct):
         return await self.publish(name, request.sampling_parameters, limit and limit.at(turn))
 
     @property
-    def _version(self) -> int:
-        """That of the present weights."""
-        return 0 if self.learner is None else self.learner.policy_version
-
-    @property
     def _update(self) -> int:
         """The number of updates behind the present weights."""
-        return updates_of(self._version, self.state.resumes)
+        return 0 if self.learner is None else updates_of(self.learner.policy_version, self.state.resumes)
 
     def _show(self, done: int, of: int) -> None:
         self.progress.update(self.state.stage_step, rollouts=f"{done}/{of}")
@@ -842,25 +816,6 @@ class RolloutStream(Struct):
 
 def _plans_of(groups: Iterable[Group]) -> list[RolloutPlan]:
     return [plan for group in groups for plan in group.plans]
-
-
-def turn_limit_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The largest limit on turns that rollouts were run under, and how many ended at theirs; empty without a limit."""
-    limits = [each.metadata[TURN_LIMIT] for each in trajectories if TURN_LIMIT in each.metadata]
-    if not limits:
-        return {}
-    reached = sum(TURN_LIMIT_REACHED in each.metadata for each in trajectories)
-    return {"turn_limit": float(max(limits)), "rollouts_at_turn_limit": float(reached)}
-
-
-def branching_metrics(plans: Sequence[RolloutPlan], trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """How many rollouts branched off others, the calls that they were given recorded answers for, and how many did
-    something else before."""
-    totals = {
-        name: float(sum(each.metadata.get(name, 0) for each in trajectories))
-        for name in (REPLAYED_CALLS, REPLAY_MISMATCHES)
-    }
-    return {"branches": float(sum(BRANCH in plan.metadata for plan in plans)), **totals}
 
 
 def check_staleness(max_staleness: int, total_steps: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -29,16 +29,16 @@ from agentlightning.engine.local.kv_cache import vocab_size
 from agentlightning.engine.local.scheduler import ContinuousBatcher
 from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import PolicyError
-from agentlightning.models import SHARED
+from agentlightning.models import SHARED, checkpoint
 from agentlightning.models.checkpoint import refusing
 from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, write_adapter
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.config import LocalPolicyConfig
-from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, WEIGHTS, TokenBatch, TokenLoss
+from agentlightning.policy.losses import WEIGHTS, TokenBatch, TokenLoss
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import FloatArray
-from agentlightning_tinker.server.wire import AdamParams, LoraShape, Saved
+from agentlightning_tinker.server.wire import ABOUT, AdamParams, LoraShape, Saved
 
 ALPHA: Final = 32.0
 """The numerator of the scale of every adapter."""
@@ -66,10 +66,8 @@ class Datum:
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
     """The token to predict after each of `inputs`."""
-    weights: FloatArray
-    advantages: FloatArray | None = None
-    logprobs: FloatArray | None = None
-    """log p of the targets when they were sampled."""
+    columns: Mapping[str, FloatArray]
+    """By the names that losses have for them; every datum of a loss has the same."""
 
 
 class AdapterHost:
@@ -91,7 +89,7 @@ class AdapterHost:
         self.vocab_size = vocab_size(model)
         self.copies_read = 0
         """How often a copy was read from the disk."""
-        self._model, self._tokenizer = model, tokenizer
+        self._model = model
         self._max_copies, self._token_budget = max_copies, token_budget
         self._adapters = Adapters(model)
         self._forward = Forward(model)
@@ -100,10 +98,10 @@ class AdapterHost:
         self._copies: OrderedDict[str, int] = OrderedDict()
         """The copies in memory, the one used last at the end, with their running answers."""
         self._loading = asyncio.Lock()
-        batcher = ContinuousBatcher(
+        self._batcher = ContinuousBatcher(
             model,
             eos_token_ids=self.chat.eos_token_ids,
-            decode=self._decode,
+            decode=self.chat.decode,
             context_length=self.context_length,
             max_batch_size=config.max_batch_size,
             kv_cache_bytes=config.kv_cache_bytes,
@@ -112,8 +110,7 @@ class AdapterHost:
             seed=config.seed,
             adapters=self._adapters,
         )
-        self._batcher = batcher
-        self.worker = EngineWorker(batcher, threads=config.threads)
+        self.worker = EngineWorker(self._batcher, threads=config.threads)
 
     @classmethod
     def open(cls, config: LocalPolicyConfig, **options: int) -> AdapterHost:
@@ -139,37 +136,42 @@ class AdapterHost:
         return self._adapters.add(name, r=shape.rank, alpha=ALPHA, targets=targets, seed=seed, head=shape.train_unembed)
 
     @in_worker
-    def remove(self, name: str) -> None:
-        """Forget an adapter that learns; saved weights stay."""
-        del self._trained[name]
-        self._adapters.remove(name)
+    def remove(self, prefix: str) -> None:
+        """Forget the adapters that learn and whose names begin so; saved weights stay."""
+        for name in [each for each in self._trained if each.startswith(prefix)]:
+            del self._trained[name]
+            self._adapters.remove(name)
 
     @in_worker
     def gradient(
         self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True
-    ) -> tuple[float, list[FloatArray]]:
+    ) -> tuple[float, list[torch.Tensor]]:
         """Add the gradient of a loss, summed over all tokens, to that of an adapter; without `backward`, compute the
-        loss alone. Returns the loss, and log p of the targets of each datum. Raises PolicyError for a loss that is not
-        finite: its gradient is dropped, and so is what was accumulated before it."""
+        loss alone. Returns the loss, and log p of the targets of each datum. A gradient that fails, or is of a loss
+        that is not finite (PolicyError), is dropped, and so is what was accumulated before it."""
         total = 0.0
-        found: dict[int, FloatArray] = {}
+        found: dict[int, torch.Tensor] = {}
         self._model.eval()
-        with self._adapters.use(name), torch.set_grad_enabled(backward):
-            for numbers in _batches([len(each.inputs) for each in data], self._token_budget):
-                part = [data[number] for number in numbers]
-                logprobs_N = self._forward.of_targets([d.inputs for d in part], [d.targets for d in part])
-                value = loss(_token_batch(part, logprobs_N)).loss
-                if backward:
-                    value.backward()
-                total += float(value.detach())
-                ends = np.cumsum([len(each.inputs) for each in part])[:-1]
-                found |= dict(zip(numbers, np.split(logprobs_N.detach().float().cpu().numpy(), ends), strict=True))
-        if not math.isfinite(total):
-            self._trained[name][1].zero_grad()
-            raise PolicyError(
-                f"the loss of {len(data)} sequences is {total}: an input or a log-probability among them is not finite;"
-                " the gradient accumulated so far was dropped"
-            )
+        try:
+            with self._adapters.use(name), torch.set_grad_enabled(backward):
+                for numbers in _batches([len(each.inputs) for each in data], self._token_budget):
+                    part = [data[number] for number in numbers]
+                    logprobs_N = self._forward.of_targets([d.inputs for d in part], [d.targets for d in part])
+                    value = loss(_token_batch(part, logprobs_N)).loss
+                    if backward:
+                        value.backward()
+                    total += float(value.detach())
+                    rows = logprobs_N.detach().float().cpu().split([len(each.inputs) for each in part])
+                    found |= dict(zip(numbers, rows, strict=True))
+            if backward and not math.isfinite(total):
+                raise PolicyError(
+                    f"the loss of {len(data)} sequences is {total}: an input or a log-probability among them is not"
+                    " finite; the gradient accumulated so far was dropped"
+                )
+        except Exception:
+            if backward:
+                self._trained[name][1].zero_grad()
+            raise
         return total, [found[number] for number in range(len(data))]
 
     @in_worker
@@ -199,15 +201,17 @@ class AdapterHost:
         return {"grad_norm:mean": float(norm)}
 
     @in_worker
-    def save(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
-        """Write an adapter as the peft library does, and the state of its optimiser beside it."""
+    def save(self, name: str, saved: Saved, *, with_optimizer: bool = False) -> None:
+        """Write an adapter as the peft library does, what it fits, and the state of its optimiser beside it. The
+        directory is complete, or as it was. Raises PolicyError."""
         adapter, optimizer = self._trained[name]
-        try:
-            write_adapter(directory, adapter, shared_name(self.config.model))
-            if with_optimizer:
-                torch.save(optimizer.state_dict(), directory / OPTIMIZER)
-        except (OSError, RuntimeError) as error:
-            raise PolicyError(f"cannot save weights to {directory}: {error}; free space or choose another") from error
+        checkpoint.save(
+            saved.directory,
+            None,
+            lambda new: write_adapter(new, adapter, shared_name(self.config.model)),
+            lambda new: torch.save(optimizer.state_dict(), new / OPTIMIZER) if with_optimizer else None,
+            lambda new: (new / ABOUT).write_text(saved.model_dump_json(exclude={"directory"})),
+        )
 
     @in_worker
     def load(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
@@ -242,12 +246,12 @@ class AdapterHost:
         async with self._held(copy) as name:
             return await self._score(name, tokens)
 
-    async def drop_copies(self, names: Iterable[str]) -> None:
-        """Free the memory of copies that nobody samples from."""
+    async def drop_copies(self, directories: Iterable[Path]) -> None:
+        """Free the memory of copies of what was saved below, where nobody samples from them."""
+        prefixes = tuple(map(str, directories))
         async with self._loading:
-            for name in names:
-                if self._copies.get(name) == 0:
-                    await self._drop_copy(name)
+            for name in [each for each, running in self._copies.items() if not running and each.startswith(prefixes)]:
+                await self._drop_copy(name)
 
     async def close(self) -> None:
         await self.worker.close()
@@ -296,20 +300,14 @@ class AdapterHost:
             self._adapters.remove(copy.name)
             raise
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return cast(str, text)
-
 
 def _layers(model: PreTrainedModel, shape: LoraShape) -> list[str] | None:
     """The names of the layers beside the head; None: all of them."""
     if shape.train_attn and shape.train_mlp:
         return None
-    return [name for name in find_layers(model) if (shape.train_attn if _is_attention(name) else shape.train_mlp)]
-
-
-def _is_attention(name: str) -> bool:
-    return any("attn" in part or "attention" in part for part in name.split("."))
+    layers = find_layers(model)
+    attention = {name for name in layers if "attn" in name or "attention" in name}
+    return [name for name in layers if (shape.train_attn if name in attention else shape.train_mlp)]
 
 
 def _batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -326,14 +324,10 @@ def _batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def _token_batch(data: Sequence[Datum], logprobs_N: torch.Tensor) -> TokenBatch:
     """The tokens of a few rows. Those without a weight are part of no ratio."""
-    numbers_N = np.repeat(np.arange(len(data)), [len(each.inputs) for each in data])
-    counts_N = np.concatenate([each.weights != 0 for each in data])
-    columns = {WEIGHTS: [each.weights for each in data]}
-    if data[0].advantages is not None:
-        columns[ADVANTAGES] = [cast(FloatArray, each.advantages) for each in data]
-    if data[0].logprobs is not None:
-        columns[SAMPLED_LOGPROBS] = [cast(FloatArray, each.logprobs) for each in data]
     device = logprobs_N.device
-    kept = {name: torch.from_numpy(np.concatenate(rows)[counts_N]).to(device) for name, rows in columns.items()}
+    columns = {name: np.concatenate([each.columns[name] for each in data]) for name in data[0].columns}
+    counts_N = columns[WEIGHTS] != 0
+    numbers_N = np.repeat(np.arange(len(data)), [len(each.inputs) for each in data])
+    kept = {name: torch.from_numpy(values[counts_N]).to(device) for name, values in columns.items()}
     group = torch.from_numpy(np.unique(numbers_N[counts_N], return_inverse=True)[1]).to(device)
     return TokenBatch(logprobs_N[torch.from_numpy(counts_N).to(device)], kept, call=group, rollout=group)

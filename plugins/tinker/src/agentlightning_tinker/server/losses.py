@@ -12,10 +12,23 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from agentlightning.errors import ConfigError
-from agentlightning.policy.losses import CISPOLoss, GSPOLoss, ImportanceLoss, NLLLoss, PPOLoss, TokenLoss
+from agentlightning.policy.losses import (
+    ADVANTAGES,
+    SAMPLED_LOGPROBS,
+    WEIGHTS,
+    CISPOLoss,
+    GSPOLoss,
+    ImportanceLoss,
+    NLLLoss,
+    PPOLoss,
+    TokenLoss,
+)
+from agentlightning.trajectory import FloatArray
 
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
-RL_INPUTS: Final = ("logprobs", "advantages")
+MASK: Final = "sequence_ratio_mask"
+RL_INPUTS: Final = {SAMPLED_LOGPROBS: "logprobs", ADVANTAGES: "advantages"}
+"""Column -> the input of a sequence that it is."""
 
 _LOSSES: Final[Mapping[str, tuple[type[TokenLoss], Mapping[str, float]]]] = {
     "cross_entropy": (NLLLoss, {}),
@@ -46,10 +59,11 @@ def make_loss(name: str, config: Mapping[str, float | str]) -> TokenLoss:
         raise ConfigError(f"the loss {name!r} cannot have {dict(config)}: {error}") from error
 
 
-def check_inputs(loss: str, tokens: int, inputs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for inputs that are missing, unknown, or not one number for each token."""
-    needed = {"target_tokens", *(("weights",) if loss == "cross_entropy" else RL_INPUTS)}
-    known = needed | ({"sequence_ratio_mask"} if loss == "gspo" else set[str]())
+def columns_of(loss: str, tokens: int, inputs: Mapping[str, Any]) -> dict[str, FloatArray]:
+    """What a loss needs of each token of a sequence, from its inputs [T]. Raises ConfigError for inputs that are
+    missing, unknown, or not one number for each token."""
+    needed = {"target_tokens", *(("weights",) if loss == "cross_entropy" else RL_INPUTS.values())}
+    known = needed | ({MASK} if loss == "gspo" else set[str]())
     if missing := sorted(needed - inputs.keys()):
         raise ConfigError(f"the loss {loss!r} needs the inputs {', '.join(missing)} for each sequence")
     if unknown := sorted(inputs.keys() - known):
@@ -59,13 +73,9 @@ def check_inputs(loss: str, tokens: int, inputs: Mapping[str, Any]) -> None:
             raise ConfigError(f"the loss input {name!r} has {len(values)} numbers for {tokens} tokens; give one each")
     if not tokens:
         raise ConfigError("a sequence has no tokens; leave it out")
-
-
-def token_weights(loss: str, inputs: Mapping[str, Any]) -> Any:
-    """The weight of each token in the sum [T]."""
-    import numpy as np
-
     if loss == "cross_entropy":
-        return np.asarray(inputs["weights"], np.float32)
-    counts = inputs["sequence_ratio_mask"] if "sequence_ratio_mask" in inputs else inputs["advantages"]
-    return (np.asarray(counts) != 0).astype(np.float32)
+        columns = {WEIGHTS: inputs["weights"]}
+    else:
+        columns = {name: inputs[given] for name, given in RL_INPUTS.items()}
+        columns[WEIGHTS] = inputs.get(MASK, inputs["advantages"]) != 0
+    return {name: values.astype("f4") for name, values in columns.items()}

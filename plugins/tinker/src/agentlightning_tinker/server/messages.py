@@ -40,13 +40,10 @@ def loss_config(request: Any) -> dict[str, float | str]:
 def rows_of(request: Any) -> Iterator[Row]:
     """The sequences. Raises ConfigError for images, audio, and arrays that are no numbers of tokens."""
     for datum in request.data:
-        yield _tokens(datum), {name: _array(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
-
-
-def _tokens(datum: Any) -> list[int]:
-    if not all(chunk.HasField("encoded_text") for chunk in datum.model_input):
-        raise ConfigError("a sequence has an image or audio; this server trains text models, so send tokens only")
-    return [token for chunk in datum.model_input for token in np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()]
+        if not all(chunk.HasField("encoded_text") for chunk in datum.model_input):
+            raise ConfigError("a sequence has an image or audio; this server trains text models, so send tokens only")
+        tokens = np.frombuffer(b"".join(chunk.encoded_text.tokens for chunk in datum.model_input), "<i4")
+        yield tokens.tolist(), {name: _array(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
 
 
 def _array(name: str, tensor: Any) -> Any:

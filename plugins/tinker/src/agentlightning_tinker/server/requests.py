@@ -47,17 +47,8 @@ Work = Callable[[], Awaitable[Mapping[str, Any] | Result]]
 
 
 def owner_of(name: str) -> str:
-    """The session of a model or a sampler, with which its name begins."""
+    """The session of a model, a sampler or a request, with which its name begins."""
     return name.partition(":")[0]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Request:
-    owner: str
-    """The session it belongs to."""
-    place: tuple[str, int] | None
-    """Its model, and its number among the requests of that; None: it has no turn."""
-    task: asyncio.Task[Result]
 
 
 @dataclass(slots=True)
@@ -71,18 +62,17 @@ class _Turns:
 
 
 class Requests:
-    """All requests of a server that have not been forgotten."""
+    """All requests of a server that have not been forgotten. The id of one that has a turn is MODEL:NUMBER."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, _Request] = {}
-        self._ids: dict[tuple[str, int], str] = {}
+        self._tasks: dict[str, asyncio.Task[Result]] = {}
         self._turns: dict[str, _Turns] = {}
         """By model."""
         self._fetched: OrderedDict[str, int] = OrderedDict()
 
     def start(self, owner: str, work: Work) -> str:
         """Run at once. Returns the id of the request."""
-        return self._start(owner, None, work)
+        return self._start(f"{owner}:{uuid4().hex}", work)
 
     def open_queue(self, model: str, first: Work) -> str:
         """Run the request that makes a model; later ones of it begin with number 1."""
@@ -94,8 +84,8 @@ class Requests:
         for a number that has passed and whose result is forgotten."""
         if (turns := self._turns.get(model)) is None:
             raise ConfigError(UNKNOWN_MODEL.format(model))
-        if (known := self._ids.get((model, number))) is not None:
-            return known
+        if (name := f"{model}:{number}") in self._tasks:
+            return name
         if number <= turns.passed:
             raise ConfigError(f"request {number} of model {model} has run, and its result is no longer kept")
 
@@ -109,54 +99,45 @@ class Requests:
                 turns.ended.pop(number - 1, None)
                 turns.ended[number].set()
 
-        name = self._ids[model, number] = self._start(owner_of(model), (model, number), in_turn)
-        return name
+        return self._start(name, in_turn)
 
     async def fetch(self, name: str, seconds: float) -> Result | None:
         """The result of a request; None if it is not there in so many seconds. Raises NotFoundError for an unknown
         one."""
-        if (request := self._by_id.get(name)) is None:
+        if (task := self._tasks.get(name)) is None:
             raise NotFoundError(f"request {name} is unknown: its session has ended, or the server was started again")
-        if not (await asyncio.wait({request.task}, timeout=seconds))[0]:
+        if not (await asyncio.wait({task}, timeout=seconds))[0]:
             return None
-        result = CANCELLED if request.task.cancelled() else request.task.result()
-        if name in self._by_id:
+        result = CANCELLED if task.cancelled() else task.result()
+        if name in self._tasks:
             self._fetched[name] = len(result.body)
             self._fetched.move_to_end(name)
         while len(self._fetched) > 1 and sum(self._fetched.values()) > FETCHED_BYTES:
-            self._drop(next(iter(self._fetched)))
+            del self._tasks[self._fetched.popitem(last=False)[0]]
         return result
 
     def cancel(self, name: str) -> None:
         """Stop a request that has no turn; others run on."""
-        request = self._by_id.get(name)
-        if request is not None and request.place is None:
-            request.task.cancel()
+        if name in self._tasks and name.rpartition(":")[0] not in self._turns:
+            self._tasks[name].cancel()
 
     def forget(self, owner: str) -> None:
         """Stop all requests of a session, and forget them."""
+        for name in [each for each in self._tasks if owner_of(each) == owner]:
+            self._tasks.pop(name).cancel()
+            self._fetched.pop(name, None)
         for model in [each for each in self._turns if owner_of(each) == owner]:
             del self._turns[model]
-        for name, request in [(n, r) for n, r in self._by_id.items() if r.owner == owner]:
-            request.task.cancel()
-            self._drop(name)
 
     async def close(self) -> None:
         """Stop everything."""
-        tasks = [each.task for each in self._by_id.values()]
-        for task in tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _start(self, owner: str, place: tuple[str, int] | None, work: Work) -> str:
-        name = uuid4().hex
-        self._by_id[name] = _Request(owner, place, asyncio.create_task(_run(work)))
+    def _start(self, name: str, work: Work) -> str:
+        self._tasks[name] = asyncio.create_task(_run(work))
         return name
-
-    def _drop(self, name: str) -> None:
-        self._fetched.pop(name, None)
-        if (place := self._by_id.pop(name).place) is not None:
-            del self._ids[place]
 
 
 async def _run(work: Work) -> Result:

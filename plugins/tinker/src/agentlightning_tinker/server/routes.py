@@ -9,10 +9,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -26,12 +27,9 @@ from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import policy_config
 from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
 from agentlightning_tinker.server import messages, wire
+from agentlightning_tinker.server.host import AdapterHost
 from agentlightning_tinker.server.requests import JSON, PROTOBUF
 from agentlightning_tinker.server.service import SCHEME, TinkerService
-
-if TYPE_CHECKING:
-    from agentlightning_tinker.server.host import AdapterHost
-
 
 BASE: Final = "/api/v1"
 DOWNLOAD: Final = "/download"
@@ -53,30 +51,23 @@ CLIENT_CONFIG: Final = {
 }
 R = TypeVar("R", bound=wire.WireRequest)
 Endpoint = Callable[[Request], Awaitable[Response]]
-Handler = Callable[..., Any]
-"""Answers a request that was read, or its path parameters: with JSON, with a response, or, as text, with the id of a
-request whose result is fetched later. May be a coroutine."""
+Handler = Callable[[Any], Any]
+"""Answers a request that was read: with JSON, with a response, or, as text, with the id of a request whose result is
+fetched later. May be a coroutine."""
 
 
 @asynccontextmanager
 async def open_routes(
     models: Sequence[str], folder: Path, token: str | None, max_body_bytes: int
 ) -> AsyncGenerator[list[BaseRoute]]:
-    """The routes for models given as [NAME=]MODEL; the rest as `tinker_routes`. Raises PolicyError for a model that is
-    not there."""
+    """The routes for models given as [NAME=]MODEL, over which adapters are trained and sampled; the rest as
+    `tinker_routes`. Raises PolicyError for a model that is not there."""
     named = [model.partition("=") for model in models]
     paths = {name if equals else Path(name).name.removesuffix(".gguf"): path or name for name, equals, path in named}
-    hosts = {name: await _open_host(name, path) for name, path in paths.items()}
+    configs = [policy_config(PolicyConfig(), path).model_copy(update={"name": name}) for name, path in paths.items()]
+    hosts = {config.name: await asyncio.to_thread(AdapterHost.open, config) for config in configs}
     async with tinker_routes(hosts, folder, token, max_body_bytes=max_body_bytes) as routes:
         yield routes
-
-
-async def _open_host(name: str, path: str) -> AdapterHost:
-    """A model over which adapters are trained and sampled. Raises PolicyError where there is none."""
-    config = policy_config(PolicyConfig(), path).model_copy(update={"name": name})
-    from agentlightning_tinker.server.host import AdapterHost
-
-    return await asyncio.to_thread(AdapterHost.open, config)
 
 
 @asynccontextmanager
@@ -95,7 +86,7 @@ async def tinker_routes(
 
 def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> list[BaseRoute]:
     of = _Endpoints(service, max_body_bytes)
-    read: dict[str, tuple[type[wire.WireRequest], Callable[[Any], Any]]] = {
+    requests: dict[str, tuple[type[wire.WireRequest], Handler]] = {
         "/client/config": (wire.CreateSession, lambda _: CLIENT_CONFIG),
         "/create_session": (wire.CreateSession, service.create_session),
         HEARTBEAT: (wire.SessionId, service.heartbeat),
@@ -106,8 +97,6 @@ def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> l
         "/asample": (wire.SampleRequest, service.sample),
         "/retrieve_future": (wire.RequestId, of.fetch),
         "/cancel_future": (wire.RequestId, lambda given: service.requests.cancel(given.request_id)),
-    }
-    queued: dict[str, tuple[type[wire.WireRequest], Callable[[Any], Awaitable[Mapping[str, Any]]]]] = {
         "/optim_step": (wire.OptimStep, service.optim_step),
         "/save_weights": (wire.SaveWeights, service.save_weights),
         "/save_weights_for_sampler": (wire.SaveForSampler, service.save_for_sampler),
@@ -115,12 +104,11 @@ def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> l
         "/load_weights": (wire.LoadWeights, service.load_weights),
     }
     posts: dict[str, Endpoint] = {
-        "/client/dynamic_config": _always({"sample_cancel_enabled": True}),
+        "/client/dynamic_config": _of_path(lambda: {"sample_cancel_enabled": True}),
+        "/telemetry": _of_path(lambda: {"status": "accepted"}),
         "/sessions/{name}/finish": _of_path(service.end_session),
-        "/telemetry": _always({"status": "accepted"}),
         "/forward_backward": of.forward_backward,
-        **{path: of.reading(*each) for path, each in read.items()},
-        **{path: of.queued(*each) for path, each in queued.items()},
+        **{path: of.reading(*each) for path, each in requests.items()},
     }
     gets: dict[str, Endpoint] = {
         "/get_server_capabilities": _of_path(service.capabilities),
@@ -128,7 +116,7 @@ def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> l
         "/training_runs/{model}/checkpoints/{kind}/{name:path}/external_weights_urls": of.external_urls,
     }
     return [
-        Route(f"{BASE}/healthz", _always({"status": "ok"}), methods=["GET"]),
+        Route(f"{BASE}/healthz", _of_path(lambda: {"status": "ok"}), methods=["GET"]),
         Route(f"{BASE}{DOWNLOAD}/{{link}}", _guarded(of.download, None), methods=["GET"]),
         *(Route(BASE + path, _guarded(each, token), methods=["POST"]) for path, each in posts.items()),
         *(Route(BASE + path, _guarded(each, token), methods=["GET"]) for path, each in gets.items()),
@@ -175,19 +163,11 @@ async def _answer(found: Any) -> Response:
     return _json({"request_id": found} if isinstance(found, str) else found or {})
 
 
-def _of_path(handler: Handler) -> Endpoint:
+def _of_path(handler: Callable[..., Any]) -> Endpoint:
+    """As a `Handler`, of the parameters in the path; no body is read."""
+
     async def answer(request: Request) -> Response:
         return await _answer(handler(**request.path_params))
-
-    return answer
-
-
-def _always(content: Any) -> Endpoint:
-    """Reads a request and drops it."""
-
-    async def answer(request: Request) -> Response:
-        await receive_body(request.headers, request.receive, MAX_BODY_BYTES, SMALLER)
-        return _json(content)
 
     return answer
 
@@ -196,40 +176,32 @@ async def _unknown(request: Request) -> Response:
     return _error(404, f"{request.method} {request.url.path} is not offered by this server of the Tinker API")
 
 
+@dataclass
 class _Endpoints:
     """Reads requests, and answers with what the service returns."""
 
-    def __init__(self, service: TinkerService, max_body_bytes: int) -> None:
-        self._service, self._max = service, max_body_bytes
-        self._links: dict[str, tuple[Path, float]] = {}
-        """The files that may be downloaded, by a random name, and until when."""
+    service: TinkerService
+    max_body_bytes: int
+    links: dict[str, tuple[Path, float]] = field(default_factory=dict[str, tuple[Path, float]])
+    """The files that may be downloaded, by a random name, and until when."""
 
     async def _body(self, request: Request) -> bytes:
-        return await receive_body(request.headers, request.receive, self._max, SMALLER)
+        return await receive_body(request.headers, request.receive, self.max_body_bytes, SMALLER)
 
     def reading(self, kind: type[wire.WireRequest], handler: Handler) -> Endpoint:
-        async def answer(request: Request) -> Response:
-            return await _answer(handler(_parsed(await self._body(request), kind, request.url.path)))
-
-        return answer
-
-    def queued(self, kind: type[wire.WireRequest], handler: Callable[[Any], Awaitable[Mapping[str, Any]]]) -> Endpoint:
-        """In the turn of its model, of which also an error is the result: later requests are not kept waiting for it.
-        Saved weights without a model begin one."""
+        """At once, or in the turn of its model, of which also an error is the result: later requests are not kept
+        waiting for it."""
 
         async def answer(request: Request) -> Response:
             body, path = await self._body(request), request.url.path
-            try:
-                place = wire.Place.model_validate_json(body)
-            except ValidationError:
-                given = _parsed(body, kind, path)
-                assert isinstance(given, wire.LoadWeights)  # all others need both
-                return await _answer(self._service.begin(given))
+            place = wire.Place.of(body) if kind.has_turn else None
+            if place is None:
+                return await _answer(handler(_parsed(body, kind, path)))
 
             async def work() -> Mapping[str, Any]:
                 return await handler(_parsed(body, kind, path))
 
-            return await _answer(self._service.requests.enqueue(place.model_id, place.seq_id, work))
+            return await _answer(self.service.requests.enqueue(place.model_id, place.seq_id, work))
 
         return answer
 
@@ -241,11 +213,11 @@ class _Endpoints:
                 f" server reads {PROTOBUF}: use version {wire.OLDEST_SDK} or newer of the tinker package"
             )
         given = messages.read_request(await self._body(request))
-        work = partial(self._service.forward_backward, given)
-        return await _answer(self._service.requests.enqueue(given.model_id, given.seq_id, work))
+        work = partial(self.service.forward_backward, given)
+        return await _answer(self.service.requests.enqueue(given.model_id, given.seq_id, work))
 
     async def fetch(self, given: wire.RequestId) -> Any:
-        result = await self._service.requests.fetch(given.request_id, POLL_SECONDS)
+        result = await self.service.requests.fetch(given.request_id, POLL_SECONDS)
         if result is None:
             return {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
         return Response(result.body, media_type=result.media_type)
@@ -254,16 +226,16 @@ class _Endpoints:
         """A URL for each file, at the address by which the client reaches this server."""
         given, now = request.path_params, time.time()
         path = f"{SCHEME}{given['model']}/{given['kind']}/{quote(given['name'], safe='')}"
-        links = {secrets.token_urlsafe(32): each for each in (await self._service.external_files(path)).items()}
-        self._links = {link: known for link, known in self._links.items() if known[1] > now}
-        self._links |= {link: (file, now + LINK_SECONDS) for link, (_, file) in links.items()}
+        links = {secrets.token_urlsafe(32): each for each in (await self.service.external_files(path)).items()}
+        self.links = {link: known for link, known in self.links.items() if known[1] > now}
+        self.links |= {link: (file, now + LINK_SECONDS) for link, (_, file) in links.items()}
         root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}"
         urls = {name: f"{root}/{link}" for link, (name, _) in links.items()}
         return _json({"urls": urls, "expires": datetime.fromtimestamp(now + LINK_SECONDS, UTC).isoformat()})
 
     async def download(self, request: Request) -> Response:
         """A file, for who has its URL."""
-        file, until = self._links.get(request.path_params["link"], (None, 0.0))
+        file, until = self.links.get(request.path_params["link"], (None, 0.0))
         if file is None or until < time.time():
             return _error(403, "this URL is not one of this server, or has expired; ask for another one")
         if not file.is_file():

@@ -16,25 +16,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import randbits, token_hex
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote, unquote
 
 import orjson
 
 from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
-from agentlightning.errors import ConfigError, NotFoundError, PolicyError
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning_tinker.server import messages, wire
-from agentlightning_tinker.server.losses import RL_INPUTS, check_inputs, make_loss, token_weights
+from agentlightning_tinker.server.host import AdapterHost, Datum
+from agentlightning_tinker.server.losses import columns_of, make_loss
 from agentlightning_tinker.server.requests import PROTOBUF, UNKNOWN_MODEL, Requests, Result, owner_of
-
-if TYPE_CHECKING:
-    from agentlightning_tinker.server.host import AdapterHost, Datum
 
 logger = logging.getLogger(__name__)
 
 SCHEME: Final = "tinker://"
-WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
-ABOUT: Final = "tinker.json"
+KINDS = WEIGHTS, SAMPLER, EXTERNAL, SNAPSHOTS = "weights", "sampler_weights", "external_weights", "snapshots"
+"""Of saved weights; snapshots have no name, and end with their session."""
 SESSION_SECONDS: Final = 900.0
 
 
@@ -43,10 +41,9 @@ class Session:
     heard: float
     models: dict[str, Model] = field(default_factory=dict[str, "Model"])
     samplers: dict[str, Sampler] = field(default_factory=dict[str, "Sampler"])
-    snapshots: list[wire.Saved] = field(default_factory=list[wire.Saved])
-    """Weights without a name, which end with the session."""
     slots: dict[str, Semaphore] = field(default_factory=dict[str, Semaphore])
-    """By model, for answers at the same time: those of another session do not wait for all that one has asked for."""
+    """By model, for answers at the same time, three quarters of those that are sampled in one batch: those of another
+    session do not wait for all that one has asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +102,16 @@ class TinkerService:
 
     async def end_session(self, name: str) -> None:
         """Forget its training runs and samplers; weights that were saved under a name stay."""
-        if (session := self.sessions.pop(name, None)) is None:
+        if self.sessions.pop(name, None) is None:
             return
         self.requests.forget(name)
-        for model, about in session.models.items():
-            await self.hosts[about.base].remove(model)
+        for host in self.hosts.values():  # behind what is still made of the session in there
+            await host.remove(f"{name}:")
+        snapshots = await asyncio.to_thread(lambda: list(self._folder.glob(f"{name}%3A*/{SNAPSHOTS}")))
         for host in self.hosts.values():
-            await host.drop_copies([copy.name for copy in session.snapshots])
-        for copy in session.snapshots:
-            await asyncio.to_thread(shutil.rmtree, copy.directory, ignore_errors=True)
+            await host.drop_copies(snapshots)
+        for directory in snapshots:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     async def end_silent_sessions(self) -> None:
         """End the sessions that were not heard of for too long. Never returns."""
@@ -156,7 +154,7 @@ class TinkerService:
         await self._host(base).create(name, shape)
         self.session(owner_of(name)).models[name] = Model(base, shape)
         if isinstance(request, wire.LoadWeights):
-            return await self.load_weights(request.model_copy(update={"model_id": name}))
+            return await self._load(name, request)
         return {"type": "create_model", "model_id": name}
 
     def model(self, name: str) -> Model:
@@ -199,10 +197,9 @@ class TinkerService:
         if request.sampling_session_seq_id is None:
             path = await self._save(request.model_id, SAMPLER, request.path)
             return {"type": "save_weights_for_sampler", "path": path}
-        owner = owner_of(request.model_id)
-        copy = await self._saved(await self._save(request.model_id, SAMPLER, f".snapshot-{token_hex(4)}"))
-        self.session(owner).snapshots.append(copy)
-        name = self._add_sampler(owner, request.sampling_session_seq_id, Sampler(copy.base, copy, None))
+        copy = await self._saved(await self._save(request.model_id, SNAPSHOTS))
+        sampler = Sampler(copy.base, copy, None)
+        name = self._add_sampler(owner_of(request.model_id), request.sampling_session_seq_id, sampler)
         return {"type": "save_weights_for_sampler", "sampling_session_id": name}
 
     async def save_external(self, request: wire.SaveExternal) -> Mapping[str, Any]:
@@ -217,11 +214,16 @@ class TinkerService:
         if directory.parent.name != EXTERNAL:
             raise ConfigError(f"{path} is not for other programs; save with save_weights_external, and download that")
         found = await asyncio.to_thread(lambda: sorted(each for each in directory.rglob("*") if each.is_file()))
-        return {name: each for each in found if (name := each.relative_to(directory).as_posix()) != ABOUT}
+        return {name: each for each in found if (name := each.relative_to(directory).as_posix()) != wire.ABOUT}
 
-    async def load_weights(self, request: wire.LoadWeights) -> Mapping[str, Any]:
-        """Into a training run."""
-        saved, name = await self._saved(request.path), str(request.model_id)
+    async def load_weights(self, request: wire.LoadWeights) -> Mapping[str, Any] | str:
+        """Into a training run, else into a new one."""
+        if request.model_id is None or request.seq_id is None:
+            return self.begin(request)
+        return await self._load(request.model_id, request)
+
+    async def _load(self, name: str, request: wire.LoadWeights) -> Mapping[str, Any]:
+        saved = await self._saved(request.path)
         await self._host_of(name).load(name, saved.directory, with_optimizer=request.optimizer)
         return {"type": "load_weights", "path": request.path, "model_id": name}
 
@@ -230,31 +232,20 @@ class TinkerService:
         shape = saved.shape.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
         return {"base_model": saved.base, "is_lora": True, "lora_rank": saved.shape.rank, **shape}
 
-    async def _save(self, model_id: str, kind: str, given: str | None, *, overwrite: bool = False) -> str:
+    async def _save(self, model_id: str, kind: str, given: str | None = None, *, overwrite: bool = False) -> str:
         model, name = self.model(model_id), given or f"save-{token_hex(4)}"
         path = f"{SCHEME}{quote(model_id, safe=':')}/{kind}/{quote(name, safe='')}"
         directory = self._directory(path)
         if not overwrite and await asyncio.to_thread(directory.exists):
             raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
-        beside = directory.with_name(f".{directory.name}.{token_hex(4)}")
-        await self.hosts[model.base].save(model_id, beside, with_optimizer=kind == WEIGHTS)
-        about = {"base": model.base, "shape": model.shape.model_dump(), "saved": time.time()}
-
-        def publish() -> None:
-            (beside / ABOUT).write_bytes(orjson.dumps(about))
-            shutil.rmtree(directory, ignore_errors=True)
-            beside.rename(directory)
-
-        try:
-            await asyncio.to_thread(publish)
-        except OSError as error:
-            raise PolicyError(f"cannot save weights to {directory}: {error}; free space or choose another") from error
+        saved = wire.Saved(directory=directory, base=model.base, shape=model.shape, saved=time.time())
+        await self.hosts[model.base].save(model_id, saved, with_optimizer=kind == WEIGHTS)
         return path
 
     def _directory(self, path: str) -> Path:
         """Where the weights of a path are. Raises ConfigError for what is no path."""
         parts = path.removeprefix(SCHEME).split("/")
-        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in (WEIGHTS, SAMPLER, EXTERNAL):
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
             raise ConfigError(f"{path!r} is no path of saved weights; one is {SCHEME}MODEL/{WEIGHTS}/NAME")
         model, kind, name = (quote(unquote(part), safe="").replace(".", "%2E") for part in parts)
         return self._folder / model / kind / name
@@ -263,7 +254,7 @@ class TinkerService:
         """Raises ConfigError where there are none."""
         directory = self._directory(path)
         try:
-            about: dict[str, Any] = orjson.loads(await asyncio.to_thread((directory / ABOUT).read_bytes))
+            about: dict[str, Any] = orjson.loads(await asyncio.to_thread((directory / wire.ABOUT).read_bytes))
             return wire.Saved.model_validate({**about, "directory": directory})
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} holds no saved weights here: {error}") from error
@@ -304,7 +295,8 @@ class TinkerService:
         host = self.hosts[sampler.base]
         tokens = _checked(request.prompt.tokens, host)
         room_for_answer(tokens, host.context_length)
-        slots = self.session(owner).slots.setdefault(sampler.base, Semaphore(most_answers(host)))
+        most = host.config.max_batch_size - host.config.max_batch_size // 4
+        slots = self.session(owner).slots.setdefault(sampler.base, Semaphore(most))
         name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request, slots))
         sequences = [f"{name}:{number}" for number in range(request.num_samples)]
         return {"request_id": name, "sample_sequence_ids": sequences}
@@ -323,23 +315,13 @@ class TinkerService:
         return self.hosts[self.model(model).base]
 
 
-def most_answers(host: AdapterHost) -> int:
-    """Three quarters of those that are sampled in one batch: the most of one session at the same time."""
-    return host.config.max_batch_size - host.config.max_batch_size // 4
-
-
 def _data(request: Any, host: AdapterHost) -> list[Datum]:
     """Raises ConfigError for sequences that the loss or the model cannot use."""
-    import numpy as np
-
-    from agentlightning_tinker.server.host import Datum
-
     found: list[Datum] = []
     for tokens, inputs in messages.rows_of(request):
-        check_inputs(request.loss_fn, len(tokens), inputs)
-        columns = {name: np.asarray(inputs[name], np.float32) for name in RL_INPUTS if name in inputs}
+        columns = columns_of(request.loss_fn, len(tokens), inputs)
         targets = tuple(inputs["target_tokens"].tolist())
-        found.append(Datum(tuple(tokens), targets, token_weights(request.loss_fn, inputs), **columns))
+        found.append(Datum(tuple(tokens), targets, columns))
         _checked([*tokens, *targets], host)
         if len(tokens) > host.context_length:
             raise ConfigError(f"a sequence has {len(tokens)} tokens, and the model holds {host.context_length}")

@@ -6,8 +6,9 @@ that nothing is asked for and silently left out.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -16,6 +17,7 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     StrictInt,
+    ValidationError,
     field_validator,
     model_validator,
 )
@@ -35,6 +37,8 @@ class WireRequest(BaseModel):
     """The base of requests."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+    has_turn: ClassVar[bool] = False
+    """Whether it may have a turn among the requests of its model."""
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> WireRequest:
@@ -67,6 +71,10 @@ class LoraShape(WireRequest):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+
+ABOUT: Final = "tinker.json"
+"""Where the rest of `Saved` is, in its directory."""
 
 
 class Saved(BaseModel, frozen=True):
@@ -106,6 +114,12 @@ class Place(BaseModel):
     model_id: str
     seq_id: int
 
+    @classmethod
+    def of(cls, body: bytes) -> Place | None:
+        """None: it has none, or does not say which one."""
+        with suppress(ValidationError):
+            return cls.model_validate_json(body)
+
 
 class AdamParams(WireRequest):
     learning_rate: NonNegativeFloat = 1e-4
@@ -119,6 +133,7 @@ class AdamParams(WireRequest):
 class Queued(ModelId):
     """The base of requests that have a turn among those of their model."""
 
+    has_turn: ClassVar[bool] = True
     seq_id: int
 
 
@@ -142,6 +157,9 @@ class SaveExternal(Queued):
 
 
 class LoadWeights(WireRequest):
+    """Without a model and its number, it begins one."""
+
+    has_turn: ClassVar[bool] = True
     model_id: str | None = None
     seq_id: int | None = None
     session_id: str | None = None

@@ -32,7 +32,7 @@ from agentlightning.store.sql.postgres.server import (
 )
 from agentlightning.store.sql.rollouts import NEXT_WAITING
 from agentlightning.store.sql.schema import FIND_VERSION, check_version, migrate
-from agentlightning.store.sql.tx import Connection, Statement, Wake, chunks
+from agentlightning.store.sql.tx import Connection, Statement, Wake, chunks, explained
 
 MIN_VERSION: Final = 130_000
 """PostgreSQL 13."""
@@ -498,19 +498,14 @@ class PostgresSchema:
         lock = "SELECT pg_advisory_lock(hashtextextended('agentlightning ' || %s, 0))"
         self.connection.execute(lock, [self._place])
         with self.connection.transaction():
-            if self._has("about"):
+            if self.has("about"):
                 self.execute("LOCK TABLE about")
             yield
-
-    def about(self) -> dict[str, str]:
-        if not self._has("about"):
-            return {}
-        return dict(self.connection.execute("SELECT name, value FROM about").fetchall())
 
     def create(self) -> None:
         if self._place:
             self.connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._place)))
-        taken = min([name for name in TABLES if self._has(name)], default=None)
+        taken = min([name for name in TABLES if self.has(name)], default=None)
         if taken is not None:
             raise StoreError(
                 f"{self.name} has a table {taken!r} that is not ours; give another database, or a schema of its own "
@@ -519,7 +514,7 @@ class PostgresSchema:
         for statement in _DDL:
             self.execute(statement)
 
-    def _has(self, table: str) -> bool:
+    def has(self, table: str) -> bool:
         row = self.connection.execute("SELECT to_regclass(%s) IS NOT NULL", [table]).fetchone()
         return bool(row and row[0])
 
@@ -532,17 +527,14 @@ class PostgresDatabase(PostgresServer):
 
     is_fatal, may_retry = staticmethod(is_fatal), staticmethod(may_retry)
     next_waiting = (
-        f"SELECT r.key FROM queues q CROSS JOIN LATERAL {NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r "
-        "WHERE q.name = ANY (?)"
+        "SELECT q.name, r.key FROM queues q CROSS JOIN LATERAL "
+        f"{NEXT_WAITING.format('w.key', ' FOR UPDATE SKIP LOCKED')} r WHERE q.name = ANY (?)"
     )
 
     def prepare(self) -> None:
-        try:
-            with contextlib.closing(self.open()) as connection:
-                self._check(connection)
-                migrate(PostgresSchema(connection, self.name, self.schema))
-        except self.errors as error:
-            raise self.explain(error) from error
+        with explained(self), contextlib.closing(self.open()) as connection:
+            self._check(connection)
+            migrate(PostgresSchema(connection, self.name, self.schema))
 
     def _check(self, connection: psycopg.Connection[Any]) -> None:
         if connection.info.server_version < MIN_VERSION:
@@ -551,13 +543,9 @@ class PostgresDatabase(PostgresServer):
             raise StoreError(f"{self.name} is a standby, which takes no writes; give the address of the primary")
 
     def connect(self, read_only: bool) -> PostgresConnection:
-        try:
+        with explained(self):
             return PostgresConnection(self, read_only)
-        except self.errors as error:
-            raise self.explain(error) from error
 
     def listen(self, wake: Wake) -> PostgresListener:
-        try:
+        with explained(self):
             return PostgresListener(self.open, self.channel, self.id, wake, self.closing)
-        except self.errors as error:
-            raise self.explain(error) from error

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.training.persistence.token_ratios import TokenRatios, ratios_file, read_ratios, write_ratios
+from agentlightning.training.tracking import TokenRatios, ratios_file, read_ratios, write_ratios
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 
 
@@ -43,7 +44,8 @@ def sample(rollout: str, *parts: tuple[float, ...], adapter: str | None = None) 
 async def test_the_ratio_is_new_to_old_and_a_call_that_was_split_is_whole(tmp_path: Path):
     samples = [sample("one", (0.5, 0.25), (1.0,)), sample("two", (0.5,), adapter="critic")]
     learner: Any = Scorer(policy=0.5, critic=0.25)
-    cost = await TokenRatios(tmp_path, RunState("r", step=2), learner).on_update(samples)
+    run: Any = SimpleNamespace(directory=tmp_path, state=RunState("r", step=2), learner=learner)
+    cost = await TokenRatios(run).on_update(samples)
     assert cost["ratio_seconds"] >= 0
     found = read_ratios(tmp_path, 3, ["one", "two"])
     assert [round(math.exp(each), 3) for each in found["one", "call"]] == [1.0, 2.0, 0.5]

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from agentlightning.errors import MissingExtraError
 from agentlightning.evaluation.intervals import paired_gain
-from agentlightning.training.report.reward_curve import COLORS, TRAINING, draw_curve, running_mean
+from agentlightning.training.tracking import COLORS, TRAINING, draw_curve, running_mean
 
 pytestmark = pytest.mark.integration
 
@@ -70,7 +70,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch:
 
 def test_importing_it_does_not_import_matplotlib_and_drawing_does_not_choose_a_backend(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from agentlightning.training.report.reward_curve import draw_curve\n"
+        "import sys; from pathlib import Path; from agentlightning.training.tracking import draw_curve\n"
         "assert 'matplotlib' not in sys.modules\n"
         "draw_curve([], {}, Path(sys.argv[1]))\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
