@@ -163,17 +163,18 @@ class Metrics:
             )
         except AgentLightningError:
             return [metric_of("up", up, 0)]
-        names = "attempts", "spans", "resources"
-        totals = {name: (name, f"{name.capitalize()} in the store.") for name in names}
-        totals["bytes"] = "store_bytes", "Size of the database."
-        prefix = "rollouts."
+        prefix, totals = "rollouts.", ("attempts", "spans", "resources", "store_bytes")
         rollouts = {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
         statuses = Counter("stopped" if worker.stats.get("stopped") else worker.status for worker in workers)
         statuses.update(dict.fromkeys(("idle", "busy", "lost", "stopped"), 0))
         return [
             metric_of("up", up, 1),
             metric_of("rollouts", "Rollouts in the store, by status.", rollouts, "status"),
-            *(metric_of(*described, counts[name]) for name, described in totals.items() if name in counts),
+            *(
+                metric_of(name, f"{own.capitalize()} in the store.", counts[own])
+                for name in totals
+                if (own := name.removeprefix("store_")) in counts
+            ),
             metric_of(
                 "queue_waiting", "Rollouts that wait to be claimed.", {q.name: q.waiting for q in queues}, "queue"
             ),

@@ -123,7 +123,8 @@ class JoinedGateways:
         config = self._config
         if not isinstance(policy, ServedPolicy):
             raise ConfigError(f"run.gateways={list(config.run.gateways)}: the policy is not sampled by model servers")
-        packed, chat, self._policy = pack_tokenizer(policy.chat), policy.chat, policy
+        chat, self._policy = policy.chat, policy
+        packed = pack_tokenizer(chat)
         assert isinstance(chat, HFChatFormat)
         self._request = JoinRequest(
             **dict(self._state()),
@@ -157,8 +158,9 @@ class JoinedGateways:
 
     async def _ask(self, action: str, request: RunRequest) -> None:
         """A request to all gateways at the start of a run. Raises ConfigError for one that the run cannot join."""
-        asked = (gateway.send(action, request) for gateway in self._gateways)
-        for error in await asyncio.gather(*asked, return_exceptions=True):  # Of all, so that it can leave all.
+        for error in await asyncio.gather(  # Of all, so that it can leave all.
+            *(gateway.send(action, request) for gateway in self._gateways), return_exceptions=True
+        ):
             if isinstance(error, ModelServerError):
                 remedy = "; training runs can join an `agl serve` of this version" if error.status in (404, 405) else ""
                 raise ConfigError(f"the run cannot join its gateways: {error}{remedy}") from error
