@@ -167,6 +167,16 @@ async def test_a_reward_function_judges_the_output(start: Any, roll: Any, reward
     assert (await attempt_of(wrong)).metadata["output"] == "41"
 
 
+async def test_a_reward_function_sees_what_the_agent_noted_in_its_task(start: Any, roll: Any, rewards_of: Any) -> None:
+    def agent(task: dict[str, Any]) -> str:
+        task["moves"] = 3
+        return "won"
+
+    await start(agent, reward=lambda task, output: 1.0 / task.get("moves", 100))
+    [ended] = await roll({"board": "empty"})
+    assert await rewards_of(ended) == [1 / 3]
+
+
 async def test_a_reward_may_have_named_dimensions(start: Any, roll: Any, store: Any) -> None:
     await start("cat", reward=agents.dimensions)
     [ended] = await roll("12345678")

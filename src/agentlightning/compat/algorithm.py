@@ -19,7 +19,7 @@ from agentlightning.store.base import LightningStoreBase
 ARGUMENTS: Final = ("store", "train_dataset", "val_dataset", "initial_resources", "adapter")
 
 
-@dataclass
+@dataclass(eq=False)
 class _RunStore:
     """The store of a run for its algorithm: what it enqueues waits where the run's own runner claims."""
 

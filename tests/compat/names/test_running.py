@@ -102,7 +102,8 @@ def test_a_function_is_an_algorithm_whose_last_resources_are_the_result(tmp_path
         ids = [rollout.rollout_id for rollout in queued]
         finished = await store.wait_for_rollouts(rollout_ids=ids, timeout=60)
         spans = await store.query_spans(ids[0])
-        seen.extend([len(finished), len(val_dataset), adapter.adapt(spans), initial_resources["prompt"].template])
+        by_store = {store: len(finished)}
+        seen.extend([by_store[store], len(val_dataset), adapter.adapt(spans), initial_resources["prompt"].template])
         await store.update_resources("better", {"prompt": agl.PromptTemplate(template="Please {word}")})
 
     @agl.prompt_rollout

@@ -168,10 +168,10 @@ class Host:
 
     def _handle(self, message: ToHost) -> None:
         if isinstance(message, Job):
-            task = message.rollout.input
-            if isinstance(task, dict):
+            task, hidden = message.rollout.input, self._setup.load.hidden
+            if hidden and isinstance(task, dict):  # Else the reward function sees what the agent noted in its task.
                 items = cast("dict[Any, Any]", task).items()
-                task = {key: value for key, value in items if key not in self._setup.load.hidden}
+                task = {key: value for key, value in items if key not in hidden}
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
             invocation.on_program = lambda group: self.send(Program(message.job_id, group))
             self._running[message.job_id] = invocation
