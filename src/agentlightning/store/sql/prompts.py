@@ -32,7 +32,6 @@ _TREES: Final = (
 )
 _LAST: Final = "SELECT max(place) FROM prompts WHERE attempt_key = ?"
 _ROOT_OF: Final = "SELECT root FROM prompts WHERE place = ?"
-_ENDS: Final = "SELECT place, root, keep + length(ids) FROM prompts WHERE attempt_key = ? AND place = ANY (?)"
 
 
 AttemptIdentity = tuple[int, str, float]
@@ -139,7 +138,8 @@ class PromptCache:
             self.clear()
         attempt_key = attempt[0]
         leaves = self._attempts.get(attempt)
-        if leaves and attempt in self._outdated and not self._are_last(attempt_key, leaves):
+        places = [leaf.path[-1][0] for leaf in leaves or ()]
+        if places and attempt in self._outdated and self._last_place(attempt_key) != max(places):
             self.forget(attempt)
             leaves = None
         self._outdated.discard(attempt)
@@ -163,14 +163,6 @@ class PromptCache:
         if len(leaves) > LEAVES:
             self._bytes -= len(leaves.pop(0).ids)
         return place, attempt_key, new.root, base, shared, ids[shared:]
-
-    def _are_last(self, attempt_key: int, leaves: list[_Leaf]) -> bool:
-        """Whether the prompts are in the database, and none after them."""
-        ends = {(leaf.path[-1][0], leaf.root, len(leaf.ids)) for leaf in leaves}
-        places = [place for place, _, _ in ends]
-        if self._last_place(attempt_key) != max(places):
-            return False
-        return ends == set(self._connection.all(_ENDS, attempt_key, places))
 
     def _last_place(self, attempt_key: int) -> int | None:
         ((place,),) = self._connection.all(_LAST, attempt_key)
