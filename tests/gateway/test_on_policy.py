@@ -69,6 +69,21 @@ async def test_the_span_and_the_trajectory_name_what_was_not_followed(serve, sec
     assert found.metadata[OVERRIDDEN_CALLS] == 1
 
 
+async def test_the_temperature_of_a_url_of_1_0_is_said_to_replace_that_of_the_agent(serve, secret):
+    service = await serve(["Hello."])
+    attempted = await begin(service, secret, "train")
+    attempt_id = attempted.attempt.attempt_id
+    base = f"/proxy/rollout/{attempted.rollout_id}/attempt/{attempt_id}/mode/train/openai/v1"
+    key = attempt_environment(service.server.url, secret, attempted.rollout_id, attempt_id)["AGL_KEY"]
+    client = await service.client(base_url=service.server.url + base, api_key=key)
+    messages = [{"role": "user", "content": "hi"}]
+    await client.chat.completions.create(model="scripted", messages=messages, temperature=0.5)
+    ((_, params),) = service.engine.calls
+    assert params.temperature == 1.0
+    (span,) = await service.spans()
+    assert span.attributes[names.OVERRIDDEN] == ["temperature"]
+
+
 @pytest.mark.parametrize("mode", ["val", "test", None])
 async def test_outside_training_the_caller_decides(serve, store, secret, mode):
     await store.add_resources({"llm": LLM(endpoint="http://x", model="scripted")})
@@ -114,7 +129,7 @@ async def test_of_providers_only_one_that_reports_tokens_is_sampled_by_the_rule(
         messages = [{"role": "user", "content": "hi"}]
         await client.chat.completions.create(model="judge", messages=messages, temperature=0.1, seed=7)
         (span,) = await service.spans()
-    assert span.attributes.get(names.OVERRIDDEN) == (["seed"] if reports else None)
+    assert span.attributes.get(names.OVERRIDDEN) == (["temperature", "seed"] if reports else None)
     (sent,) = provider.seen
     body = json.loads(sent.body)
     assert (body.get("temperature"), body.get("seed")) == seen

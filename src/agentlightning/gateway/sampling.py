@@ -64,11 +64,10 @@ class OnPolicySampling:
             return "", {}, []
         resource, forced = context.sampling_parameters(model)
         is_policy = model in context.llms or (learns and not context.llms)
-        is_trained = learns and is_policy and (context.mode or mode) == "train"
-        overridden = self._overridden(call.body, forced) if is_trained else []
         if call.caller.temperature is not None and is_policy:
             forced = {"temperature": call.caller.temperature, **forced}
-        return resource, forced, overridden
+        is_trained = learns and is_policy and (context.mode or mode) == "train"
+        return resource, forced, self._overridden(call.body, forced) if is_trained else []
 
     def _overridden(self, request: Json, forced: Json) -> list[str]:
         """The parameters of a request that are overridden, which are counted; of temperatures without one that is

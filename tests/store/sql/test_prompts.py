@@ -129,6 +129,20 @@ async def test_an_attempt_that_another_process_deleted_is_not_continued(tmp_path
         await each.close()
 
 
+async def test_an_attempt_of_a_prompt_as_long_as_that_of_the_deleted_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    store, other = SqlStore(tmp_path / "store.db"), SqlStore(tmp_path / "store.db")
+    ids = await started(store)
+    await call(store, ids, [1] * 200)
+    await other.cancel_rollout(ids[0])
+    await other.delete_rollouts([ids[0]])
+    again = await started(other)  # with the keys of the one before
+    await call(other, again, [1] * 100 + [2] * 100)
+    await call(store, again, [1] * 150)
+    for each in (store, other):
+        assert await prompts_of(each, again) == [[1] * 100 + [2] * 100, [1] * 150]
+        await each.close()
+
+
 async def test_a_call_that_is_undone_leaves_no_prompt_that_others_continue() -> None:
     store = SqlStore(":memory:")
     ids, (first, second) = await started(store), turns(2, 200)

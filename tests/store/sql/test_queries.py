@@ -11,6 +11,7 @@ import pytest
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.store import LightningStore
 from agentlightning.store.sql.store import SqlStore
+from agentlightning.store.sql.tx import Tx
 
 
 @pytest.fixture
@@ -73,3 +74,19 @@ async def test_a_page_of_some_workers_costs_the_same_however_many_there_are(filt
         asked.append(await instructions(store, partial(store.query_workers, **filters, limit=5)))
     await store.close()
     assert asked[1] < 2 * asked[0] + 20
+
+
+@pytest.mark.parametrize(("queues", "bytes_each", "most"), [(1, 400_000, 8), (100, 100, 64)])
+async def test_what_is_read_ahead_for_claims_is_not_read_again_for_each(queues, bytes_each, most, monkeypatch):
+    """Large rollouts, or those of many queues, would otherwise fill the memory of rows before one is claimed."""
+    store = SqlStore(":memory:")
+    for _ in range(60):
+        await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest("a" * bytes_each, queue=f"q{number}") for number in range(queues)]
+        )
+    loaded, load = [], Tx.load_rows
+    monkeypatch.setattr(Tx, "load_rows", lambda *args: loaded.extend(found := load(*args)) or found)
+    for _ in range(40):
+        assert await store.dequeue_rollout() is not None
+    assert len(loaded) <= 40 * most + queues
+    await store.close()

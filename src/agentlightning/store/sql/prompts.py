@@ -32,7 +32,10 @@ _TREES: Final = (
 )
 _LAST: Final = "SELECT max(place) FROM prompts WHERE attempt_key = ?"
 _ROOT_OF: Final = "SELECT root FROM prompts WHERE place = ?"
-_ENDS: Final = "SELECT place, root, keep + length(ids) FROM prompts WHERE attempt_key = ? AND place = ANY (?)"
+
+
+AttemptIdentity = tuple[int, str, float]
+"""(key, id, start time): another process may delete an attempt and make one with the same id, or with the same key."""
 
 
 def place_of(pack_key: int, index: int) -> int:
@@ -112,12 +115,12 @@ class PromptCache:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._attempts: dict[int, list[_Leaf]] = {}
-        self._outdated: set[int] = set()
+        self._attempts: dict[AttemptIdentity, list[_Leaf]] = {}
+        self._outdated: set[AttemptIdentity] = set()
         self._bytes = 0
 
     def outdate(self) -> None:
-        """Another process has written: it may have added prompts, or made another attempt of the same key."""
+        """Another process has written: it may have added prompts."""
         self._outdated.update(self._attempts)
 
     def clear(self) -> None:
@@ -125,21 +128,23 @@ class PromptCache:
         self._attempts.clear()
         self._bytes = 0
 
-    def forget(self, attempt_key: int) -> None:
-        """The attempt is new, though its key may not be."""
-        self._bytes -= sum([len(leaf.ids) for leaf in self._attempts.pop(attempt_key, ())])
+    def forget(self, attempt: AttemptIdentity) -> None:
+        """The attempt is new."""
+        self._bytes -= sum([len(leaf.ids) for leaf in self._attempts.pop(attempt, ())])
 
-    def add(self, attempt_key: int, place: int, ids: bytes, may_be_stored: bool) -> tuple[Any, ...]:
+    def add(self, attempt: AttemptIdentity, place: int, ids: bytes, may_be_stored: bool) -> tuple[Any, ...]:
         """The row of a new prompt. may_be_stored: the database may have earlier ones of this attempt."""
         if self._bytes > CACHE_BYTES:
             self.clear()
-        leaves = self._attempts.get(attempt_key)
-        if leaves and attempt_key in self._outdated and not self._are_last(attempt_key, leaves):
-            self.forget(attempt_key)
+        attempt_key = attempt[0]
+        leaves = self._attempts.get(attempt)
+        places = [leaf.path[-1][0] for leaf in leaves or ()]
+        if places and attempt in self._outdated and self._last_place(attempt_key) != max(places):
+            self.forget(attempt)
             leaves = None
-        self._outdated.discard(attempt_key)
+        self._outdated.discard(attempt)
         if leaves is None:
-            leaves = self._attempts[attempt_key] = self._read(attempt_key) if may_be_stored else []
+            leaves = self._attempts[attempt] = self._read(attempt_key) if may_be_stored else []
         best, shared = None, LONG_PROMPT - 1
         for leaf in leaves:
             common = common_prefix_length(leaf.ids, ids) // TOKEN_BYTES * TOKEN_BYTES
@@ -158,14 +163,6 @@ class PromptCache:
         if len(leaves) > LEAVES:
             self._bytes -= len(leaves.pop(0).ids)
         return place, attempt_key, new.root, base, shared, ids[shared:]
-
-    def _are_last(self, attempt_key: int, leaves: list[_Leaf]) -> bool:
-        """Whether the prompts are in the database, and none after them."""
-        ends = {(leaf.path[-1][0], leaf.root, len(leaf.ids)) for leaf in leaves}
-        places = [place for place, _, _ in ends]
-        if self._last_place(attempt_key) != max(places):
-            return False
-        return ends == set(self._connection.all(_ENDS, attempt_key, places))
 
     def _last_place(self, attempt_key: int) -> int | None:
         ((place,),) = self._connection.all(_LAST, attempt_key)

@@ -32,9 +32,10 @@ from agentlightning.rollouts import (
 )
 from agentlightning.store import validation
 from agentlightning.store.ids import claimed_id, first_of_claim, new_id
+from agentlightning.store.paging import PageSizer
 from agentlightning.store.sql import mapping
 from agentlightning.store.sql.schema import OPEN, AttemptRow, RolloutRow, WorkerRow
-from agentlightning.store.sql.tx import LOAD_BY_KEY, Tx
+from agentlightning.store.sql.tx import CACHE_BYTES, LOAD_BY_KEY, Tx
 from agentlightning.store.sql.waiting import WAIT, Command, given
 from agentlightning.store.types import Worker
 
@@ -448,7 +449,8 @@ class ClaimRollouts(Command):
 
 
 READ_AHEAD: Final = 64
-"""Waiting rollouts of a queue that are read at once, at least, where they stay in memory."""
+"""Waiting rollouts of a queue that are read at once, where they stay in memory; fewer where they are large."""
+READ_AHEAD_BYTES: Final = CACHE_BYTES // 8
 
 
 class Claims:
@@ -467,6 +469,7 @@ class Claims:
         self._heads: defaultdict[str, list[RolloutRow]] = defaultdict(list)
         self._complete: set[str] = set()
         """Queues of which all is in memory that waits."""
+        self._ahead = PageSizer(READ_AHEAD_BYTES, READ_AHEAD)
 
     def begin(self, wanted: int) -> None:
         """wanted: how many rollouts the claims of this transaction take at most. On a shared database, lock the queues
@@ -520,9 +523,11 @@ class Claims:
         if not names:
             return
         tx = self._tx
-        size = max(1, self._wanted) if tx.database.shared else max(self._wanted, READ_AHEAD)
+        size = max(self._wanted, 1 if tx.database.shared else self._ahead.items // len(names))
         found = tx.all(tx.database.next_waiting, size, names)
         rows = tx.load_rows(LOAD_BY_KEY, [key for _, key in found]) if found else []
+        if rows:
+            self._ahead.record(len(rows), sum([len(row.input) + len(row.metadata) for row in rows]))
         for row in sorted(rows, key=_claiming_order):
             if isinstance(row.rollout_id, str):  # else it is damaged
                 self._heads[row.queue].append(row)

@@ -17,7 +17,7 @@ from agentlightning.span import DAMAGED, SUPERSEDED, Span
 from agentlightning.store import validation
 from agentlightning.store.sql import mapping, pack
 from agentlightning.store.sql.pack import SpanPack
-from agentlightning.store.sql.prompts import PromptCache, PromptReader, place_of
+from agentlightning.store.sql.prompts import AttemptIdentity, PromptCache, PromptReader, place_of
 from agentlightning.store.sql.queries import AttemptKey, Order, attempts_of, check_logic
 from agentlightning.store.sql.rollouts import beat
 from agentlightning.store.sql.schema import MAX_PACK, PACK, UNPLACED, AttemptRow, select
@@ -96,11 +96,7 @@ CACHED_IDS: Final = 1 << 16
 """Then the cache is emptied."""
 
 
-_AttemptIdentity = tuple[int, str, float]
-"""(key, id, start time): another process may delete an attempt and make one with the same id, or with the same key."""
-
-
-def _identity(attempt: AttemptRow) -> _AttemptIdentity:
+def _identity(attempt: AttemptRow) -> AttemptIdentity:
     return attempt.key, attempt.attempt_id, attempt.start_time
 
 
@@ -109,7 +105,7 @@ class SpanIds:
     attempt is valid while the attempt has as many spans; of those that another process adds, only the new are read."""
 
     def __init__(self) -> None:
-        self._entries: dict[_AttemptIdentity, tuple[int, set[str]]] = {}
+        self._entries: dict[AttemptIdentity, tuple[int, set[str]]] = {}
         """(key of a pack: the ids of all up to it are there, ids)."""
         self._added = 0
         """Ids since the cache was empty."""
@@ -284,7 +280,7 @@ class SpanWriter:
 
     def forget(self, attempt: AttemptRow) -> None:
         """The attempt is new, though its key or its id may not be."""
-        self._prompts.forget(attempt.key)
+        self._prompts.forget(_identity(attempt))
         self._ids.forget(attempt)
 
     def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> int:
@@ -299,7 +295,8 @@ class SpanWriter:
             return 0
         may_be_stored = attempt.stored and attempt.spans > 0
         prompts = [
-            self._prompts.add(attempt.key, place_of(key, index), ids, may_be_stored) for index, ids in part.prompts
+            self._prompts.add(_identity(attempt), place_of(key, index), ids, may_be_stored)
+            for index, ids in part.prompts
         ]
         tx.add_pack(row, span_ids, prompts)
         return sum([len(row[-1]) for row in prompts])
