@@ -31,8 +31,6 @@ from agentlightning.util.random_ids import random_bits
 
 BUSY_SECONDS: Final = 30.0
 """How long a write waits for another process."""
-MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.0005, 0.02
-"""Between two looks whether another process still writes."""
 CACHE_KIB: Final = 8 * 1024
 """Page cache of each connection."""
 _TYPES: Final = {"key": "INTEGER PRIMARY KEY", "int": "INTEGER", "text": "TEXT", "float": "REAL", "blob": "BLOB"}
@@ -308,7 +306,7 @@ def _retry_busy(run: Callable[[], Any]) -> Any:
             waited = time.monotonic() - started
             if _code(error) != sqlite3.SQLITE_BUSY or waited > BUSY_SECONDS:
                 raise
-            time.sleep(min(max(MIN_RETRY_SECONDS, waited / 16), MAX_RETRY_SECONDS))
+            time.sleep(min(0.0005 + waited / 16, 0.02))
 
 
 class SqliteSchema:
