@@ -40,6 +40,7 @@ def test_the_page_has_the_curves_and_no_script_and_needs_nothing_else(invoke, ru
     first = re.search(r'<polyline points="([^"]+)"', text)
     assert first is not None
     assert len(first[1].split()) == len(lines)
+    assert not re.search(r"[}>]svg{", text.replace("figure>svg{", "")), "browsers give a drawing within other sizes"
     assert "<script" not in text
     assert not re.search(r"(src|href)=", text)
     assert "<b>&amp; sells</b>" not in text, "the text of a task is no HTML"

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import agentlightning as agl
+from agentlightning.cli.look import server_of
 from agentlightning.cli.main import build
 from agentlightning.util.progress import Progress
 
@@ -81,3 +82,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         done = agl_program(*command)
         assert done.exit_code == 2
         assert "no run" in done.stderr or "no state.json" in done.stderr or "no store.db" in done.stderr
+
+
+def test_the_address_of_a_server_is_read_from_any_link_of_its_dashboard() -> None:
+    for path in ("", "/", "/dashboard", "/dashboard/runs/a?step=1", "?step=1"):
+        assert server_of(f"http://host:4747{path}#token=t", None) == ("http://host:4747", "t")

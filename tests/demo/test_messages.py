@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.models import tiny_checkpoint
 
-from agentlightning.demo import messages
+from agentlightning.demo import job, messages
 
 PROGRAM = "from agentlightning.cli.main import build; build()()"
 
@@ -23,6 +23,11 @@ def test_a_task_says_what_its_answer_is() -> None:
     assert (
         messages.make_tasks("train", 5, 1) == messages.make_tasks("train", 5, 1) != messages.make_tasks("train", 5, 2)
     )
+
+
+def test_the_settings_have_any_name_that_a_user_gives() -> None:
+    for name in ("runs/\N{GRINNING FACE}/demonstrations.jsonl", 'a "quoted" \\ é'):
+        assert job.settings("messages.toml", policy__model=name).policy.model == name
 
 
 def test_no_product_and_no_sentence_of_training_is_measured() -> None:

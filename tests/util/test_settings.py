@@ -131,6 +131,10 @@ def test_a_section_given_in_part_keeps_its_own_defaults() -> None:
     )
 
 
+def test_an_empty_section_is_not_where_a_setting_comes_from() -> None:
+    assert "(from the override algorithm.steps=0)" in message("algorithm.steps=0", "algorithm={}")
+
+
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 

@@ -138,7 +138,7 @@ def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[
 def server_of(link: str, token: str | None) -> tuple[str, str | None]:
     """The address of a server, and its token: of what a link of its dashboard says, unless one is given."""
     address, _, fragment = link.partition("#")
-    return "/".join(address.split("/")[:3]), token or parse_qs(fragment).get("token", [None])[0]
+    return "/".join(address.partition("?")[0].split("/")[:3]), token or parse_qs(fragment).get("token", [None])[0]
 
 
 def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from agentlightning.training.report.result import as_html, markdown_report
 
 COLORS = ("#1d4ed8", "#c2410c", "#0f766e", "#7e22ce", "#a16207", "#be185d", "#475569", "#15803d")
 STYLE = (
-    "figure{display:inline-block;margin:.5rem;max-width:100%}figcaption{font-weight:600}svg{max-width:100%;height:auto}"
+    "figure{display:inline-block;margin:.5rem;max-width:100%}figcaption{font-weight:600}"
+    "figure>svg{max-width:100%;height:auto}"  # not a drawing within, whose height "auto" is all of the outer one
     "polyline{fill:none;stroke-width:1.8;stroke-linecap:round;vector-effect:non-scaling-stroke}.band{fill:#1d4ed8;fill-opacity:.15}"
     ".key{font-size:13px;margin-right:.8rem}text{font:11px system-ui,sans-serif;fill:#475569}"
 )

@@ -41,6 +41,9 @@ def write_demonstrations(path: Path, seed: int) -> str:
 def settings(file: str, **changes: Any) -> TrainConfig:
     """The settings of a file of this folder, with changes by name, in which `__` stands for a dot; None changes
     nothing."""
-    known = {name.replace("__", "."): json.dumps(value) for name, value in changes.items() if value is not None}
-    overrides = [f"{name}={value}" for name, value in known.items()]
+    overrides = [
+        f"{name.replace('__', '.')}={json.dumps(value, ensure_ascii=False)}"
+        for name, value in changes.items()
+        if value is not None
+    ]
     return load_settings(TrainConfig, toml=Path(__file__).with_name(file), overrides=overrides)

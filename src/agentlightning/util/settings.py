@@ -20,7 +20,6 @@ from datetime import date, time
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import pairwise
-from operator import eq
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin
@@ -526,7 +525,14 @@ def _origin(path: Sequence[str], sources: Sequence[Source]) -> str:
 
 def _sets(table: Table, path: Sequence[str]) -> bool:
     """Whether a table sets a setting, or one that holds it."""
-    return any(all(map(eq, leaf, path)) for leaf in _leaves([], table) if leaf)
+    value: Any = table
+    for part in path:
+        if not is_table(value):
+            return True
+        if part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
