@@ -360,7 +360,8 @@ def _explain(
             for full in _leaves(path, error["input"]):
                 lines[".".join(full)] = _unknown(full, sources, known)
             continue
-        name, complaint = ".".join(path), _complaint(error)
+        name, own = ".".join(path), COMPLAINTS.get(error["type"])
+        complaint = own.format(**error.get("ctx", {})) if own else error["msg"].replace("Input should", "should", 1)
         below = [each for each in known if each.startswith(f"{name}.") and not each.endswith(".type")]
         if error["type"] == "model_type" and below:
             complaint = f"has settings of its own; set one of these, such as {below[0]}"
@@ -510,11 +511,6 @@ COMPLAINTS = {
     **dict.fromkeys(("value_error", "assertion_error"), "cannot work: {error}"),
 }
 """By the type of pydantic's error."""
-
-
-def _complaint(error: ErrorDetails) -> str:
-    own = COMPLAINTS.get(error["type"])
-    return own.format(**error.get("ctx", {})) if own else error["msg"].replace("Input should", "should", 1)
 
 
 def _origin(path: Sequence[str], sources: Sequence[Source]) -> str:
