@@ -22,12 +22,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "responses": {"input": "Hi"},
     "messages": {"messages": MESSAGE, "max_tokens": 4},
 }
-READERS = {
-    "chat": CHAT.read,
-    "completions": COMPLETIONS.read,
-    "responses": partial(RESPONSES.read, recall=lambda _: None),
-    "messages": MESSAGES.read,
-}
+DIALECTS = {"chat": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
+READERS = {name: partial(dialect.read, recall=lambda _: None) for name, dialect in DIALECTS.items()}
 SHARED: tuple[tuple[str, Any], ...] = (
     ("temperature", -0.1),
     ("temperature", 101),

@@ -13,6 +13,7 @@ from tests.support.models import tiny_model
 from agentlightning.errors import PolicyError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
+from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.updater import Updater
 from agentlightning.policy.update.value_head import FILE, ValueHead
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
@@ -130,7 +131,8 @@ def test_chunked_logits_change_no_gradient_of_policy_critic_and_entropy(
     losses = ["ppo", "value", {"type": "entropy", "coefficient": 0.1}]
     model = tiny_model()
     head = ValueHead.of(model, ValueHeadConfig(trains_body=True))
-    learner = Updater(model, OptimizerConfig(lr=1e-3), value_head=head, gradient_checkpointing=recomputes)
+    forward = Forward(model, gradient_checkpointing=recomputes)
+    learner = Updater(model, OptimizerConfig(lr=1e-3), value_head=head, forward=forward)
     with_a_view(learner)
     whole = gradient(learner, losses)
     monkeypatch.setattr("agentlightning.policy.update.forward.CHUNK_LOGITS", 2 * learner.forward.head.vocabulary)
