@@ -24,6 +24,15 @@ async def begin(service, secret, mode):
     return rollout
 
 
+async def ask_as_1_0(service, secret, **options):
+    """A call within another training attempt, by the URL that 1.0 gave its agents."""
+    ids = (await begin(service, secret, "train")).ids
+    base = f"{service.server.url}/proxy/rollout/{ids[0]}/attempt/{ids[1]}/mode/train/openai/v1"
+    key = attempt_environment(service.server.url, secret, *ids)["AGL_KEY"]
+    client = await service.client(base_url=base, api_key=key)
+    await client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **options)
+
+
 async def test_a_group_whose_agent_passes_a_seed_still_explores(serve_tiny, secret):
     service = await serve_tiny()
     answers = []
@@ -71,13 +80,7 @@ async def test_the_span_and_the_trajectory_name_what_was_not_followed(serve, sec
 
 async def test_the_temperature_of_a_url_of_1_0_is_said_to_replace_that_of_the_agent(serve, secret):
     service = await serve(["Hello."])
-    attempted = await begin(service, secret, "train")
-    attempt_id = attempted.attempt.attempt_id
-    base = f"/proxy/rollout/{attempted.rollout_id}/attempt/{attempt_id}/mode/train/openai/v1"
-    key = attempt_environment(service.server.url, secret, attempted.rollout_id, attempt_id)["AGL_KEY"]
-    client = await service.client(base_url=service.server.url + base, api_key=key)
-    messages = [{"role": "user", "content": "hi"}]
-    await client.chat.completions.create(model="scripted", messages=messages, temperature=0.5)
+    await ask_as_1_0(service, secret, model="scripted", temperature=0.5)
     ((_, params),) = service.engine.calls
     assert params.temperature == 1.0
     (span,) = await service.spans()
@@ -121,13 +124,7 @@ async def test_of_providers_only_one_that_reports_tokens_is_sampled_by_the_rule(
         them = {"name": "them", "base_urls": [f"{provider.url}/v1"], "token_ids": reports}
         config = {"providers": [them], "routes": [{"model": "judge", "provider": "them"}]}
         service = await serve([], config=GatewayConfig.model_validate(config))
-        attempted = await begin(service, secret, "train")
-        attempt_id = attempted.attempt.attempt_id
-        base = f"/proxy/rollout/{attempted.rollout_id}/attempt/{attempt_id}/mode/train/openai/v1"
-        key = attempt_environment(service.server.url, secret, attempted.rollout_id, attempt_id)["AGL_KEY"]
-        client = await service.client(base_url=service.server.url + base, api_key=key)
-        messages = [{"role": "user", "content": "hi"}]
-        await client.chat.completions.create(model="judge", messages=messages, temperature=0.1, seed=7)
+        await ask_as_1_0(service, secret, model="judge", temperature=0.1, seed=7)
         (span,) = await service.spans()
     assert span.attributes.get(names.OVERRIDDEN) == (["temperature", "seed"] if reports else None)
     (sent,) = provider.seen

@@ -173,7 +173,9 @@ class Conversations:
     ) -> Prompt:
         """The prompt of a call whose answer begins with `prefill`. May be called from any thread. Raises ConfigError if
         the template cannot render the messages, ContextLengthError if they certainly exceed `context` tokens."""
-        digests, variant = message_digests(messages), _variant(model, chat, tools)
+        identity = [model, dict(chat.template_kwargs) or None, list(tools) if tools else None]
+        variant = hashlib.blake2b(dumps(identity, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+        digests = message_digests(messages)
         memory = self._paths_of(attempt) or _AttemptPaths()
         length, path = _longest_path(memory, digests, variant, messages)
         cut = _suffix_after(chat, messages, tools, length, path.ended) if path else None
@@ -289,12 +291,6 @@ def _within(chat: ChatFormat, token_ids: Sequence[int], shown: str) -> tuple[int
     while not shown.startswith(text := chat.decode(token_ids[:length])):
         length -= 1
     return length, text
-
-
-def _variant(model: str, chat: ChatFormat, tools: Tools) -> bytes:
-    kwargs = dict(chat.template_kwargs) or None
-    data = dumps([model, kwargs, list(tools) if tools else None], option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 # -- which path a request continues ----------------------------------------------------------------------------------

@@ -280,8 +280,12 @@ class Router:
         if caller.mode is not None and agent.model is not None and agent.model not in self:
             agent = replace(agent, model=None)  # 1.0 had one model only, so a call to 1.0's URL may name any.
         route = self.resolve(agent.model, agent.name, path, context)
-        if JUDGE_HEADER in headers and self._trains(route):
-            raise conflict("judge_as_agent", _JUDGED_BY_POLICY.format(agent.model))
+        if JUDGE_HEADER in headers and route.engine is not None:
+            # A judge may not be what learns: a policy that joined, or the default of all names.
+            policy = self._engines.get(self._default or "") if self._accept_any else None
+            learning = [policy, *(policy.views.values() if isinstance(policy, AgentEngines) else ())]
+            if route.name in self._joined or route.engine in learning:
+                raise conflict("judge_as_agent", _JUDGED_BY_POLICY.format(agent.model))
         return ResolvedCall(path, headers, replace(caller, agent=agent), context, body, route)
 
     def rules_of(self, dialect: str) -> list[RouteRule]:
@@ -292,12 +296,6 @@ class Router:
         """The model names for callers of a dialect."""
         own = {rule.model for rule in self.rules_of(dialect)}
         return [name for name in self.models if name in own or name in self._engines]
-
-    def _trains(self, route: ModelRoute) -> bool:
-        """Whether a route leads to the policy of a training run: one that joined, or the default of all names."""
-        policy = self._engines.get(self._default or "") if self._accept_any else None
-        engines = [policy, *(policy.views.values() if isinstance(policy, AgentEngines) else ())]
-        return route.engine is not None and (route.name in self._joined or route.engine in engines)
 
     def serves_under_own_name(self, model: str, dialect: str, pool: ServerPool) -> bool:
         """Whether a request for a provider's model name goes to that provider and model."""
