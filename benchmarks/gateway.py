@@ -1,12 +1,12 @@
 """What the gateway costs a call, beside nginx, Agent Lightning 1.0's proxy and LiteLLM: `python benchmarks/gateway.py`.
 
 All pass the same calls on to the same stub (arms/gateway_stub.py), from agents as they are (arms/gateway_load.py): 16
-to 800 live attempts, each of which thinks for 0.3 s between answers of 1 to 3 s; the same with prompts of 2 to 60 KB and
-answers of 300 tokens, whole or streamed; for comparison, loops that call without a pause; and, ours alone, rollouts of
-three calls that are started and ended over HTTP. Ours is `agl serve` on a durable file,
-recording every exchange; 1.0 records in memory, LiteLLM and nginx do not record. The arms take turns. What counts is
-the CPU time of a call, children included: it depends least on what else the machine does. Needs, for the peers, nginx
-(Debian: apt-get install nginx-light) and benchmarks/peers.sh.
+to 800 live attempts, each of which thinks for 0.3 s between answers of 1 to 3 s; the same with prompts of 2 to 60 KB
+and answers of 300 tokens, whole or streamed; for comparison, loops that call without a pause; and, ours alone, rollouts
+of three calls that are started and ended over HTTP. Ours is `agl serve` on a durable file, recording every exchange;
+1.0 records in memory, LiteLLM and nginx do not record. The arms take turns. What counts is the CPU time of a call,
+children included: it depends least on what else the machine does. Needs, for the peers, nginx (Debian: apt-get install
+nginx-light) and benchmarks/peers.sh.
 
 Then a thousand streams at once through ours: errors, memory, and whether the tokens in the store are those that were
 sent, a million of them.

@@ -12,6 +12,7 @@ from tests.support.waiting import until
 
 from agentlightning.attempt_address import attempt_path
 from agentlightning.gateway.app import Gateway
+from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics
 from agentlightning.server.app import Server
 from agentlightning.server.http import MAX_HEAD_BYTES
@@ -183,6 +184,17 @@ async def test_the_metrics_name_the_route_of_a_call(serve, dial, store):
     shown = (await line.answer())[2].decode()
     template = "/rollout/{rollout_id}/attempt/{attempt_id}/v1/chat/completions"
     assert [row for row in shown.splitlines() if template in row and "_count" in row and row.endswith(" 1.0")]
+
+
+async def test_a_model_that_takes_its_time_is_not_slow(serve, dial, caplog):
+    server, path = await serve(["one"], slow=SlowLog(0.0))
+    line = await dial(server)
+    line.send(post(path) + b"GET /v1/agl/queues HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert text(await line.answer()) == "one"
+    assert (await line.answer())[0] == 200
+    slow = [record.getMessage() for record in caplog.records if record.getMessage().startswith("slow: ")]
+    assert len(slow) == 1
+    assert "GET /v1/agl/queues" in slow[0]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,23 @@ async def test_what_comes_while_a_stream_is_left_alone_comes_at_once_after_it() 
             await anext(chunks)
 
 
+async def test_the_end_of_a_stream_waits_for_no_more() -> None:
+    went_on = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n0\r\n")
+        await went_on.wait()
+        writer.write(b"1\r\n1\r\n0\r\n\r\n")
+
+    async with served(handler) as (transport, url), await transport.send("GET", url, []) as answer:
+        chunks = answer.chunks(gather_seconds=60.0)
+        assert await anext(chunks) == b"0"
+        went_on.set()
+        async with asyncio.timeout(10):
+            assert [chunk async for chunk in chunks] == [b"1"]
+
+
 async def test_a_body_may_end_with_the_connection() -> None:
     backend = Backend(b"HTTP/1.1 200 OK\r\n\r\nall of it", close=True)
     async with served(backend) as (transport, url), await transport.send("GET", url, []) as answer:

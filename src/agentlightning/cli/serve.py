@@ -120,7 +120,9 @@ class Options:
     )
     grace_seconds: int = Option(10, min=0, help="Time for requests in progress to finish before the server exits.")
     log_format: LogFormat = "text"
-    slow_ms: float = Option(250.0, min=0, help="Log operations that take longer, in milliseconds.")
+    slow_ms: float = Option(
+        250.0, min=0, help="Log operations other than model calls that take longer, in milliseconds."
+    )
 
     @cached_property
     def routing(self) -> GatewayConfig:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import msgspec
 import orjson
@@ -21,7 +21,7 @@ from agentlightning.gateway.errors import ApiError
 from agentlightning.store.http.encoding import RequestError
 from agentlightning.store.http.endpoint import receive_body
 from agentlightning.util.decompression import CodingError, decompress
-from agentlightning.util.json_values import Json, loads
+from agentlightning.util.json_values import loads
 
 T = TypeVar("T")
 
@@ -60,15 +60,6 @@ def parse(body: bytes) -> Any:
         return _parse(memoryview(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # UnicodeDecodeError: of a key
         raise orjson.JSONDecodeError(str(error), "", 0) from None
-
-
-def parse_object(body: bytes) -> Json | None:
-    """None if the body is no JSON object; the reader of the request reports the error."""
-    try:
-        data = parse(body)
-    except orjson.JSONDecodeError:
-        return None
-    return cast("Json", data) if isinstance(data, dict) else None
 
 
 def _parse(data: memoryview) -> Any:

@@ -24,9 +24,9 @@ from agentlightning.errors import StoreError
 from agentlightning.gateway.answer import MALFORMED, Answer, HostedCall, ReasoningDelta, RefusalDelta, ToolCall, objects
 from agentlightning.gateway.callers import Caller
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import ApiPath, Constraint
+from agentlightning.gateway.dialects.base import ApiPath, Constraint, read_json
 from agentlightning.gateway.errors import ApiError, to_api_error
-from agentlightning.gateway.http import offload, parse_object
+from agentlightning.gateway.http import offload
 from agentlightning.span import Span, new_span_id
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.messages import message_part, tool_call, tool_call_part, tool_response_part
@@ -145,7 +145,9 @@ async def record_rejection(
     api_error = to_api_error(error)
     if caller.attempt is None or api_error.code in _NO_ATTEMPT:
         return
-    request = await offload(len(body), partial(parse_object, body)) or {}
+    request: Json = {}
+    with suppress(ApiError):  # It may have been rejected for its JSON.
+        request = await offload(len(body), partial(read_json, body))
     name, model = DIALECTS[path].operation, request.get("model")
     attributes: Json = {names.OPERATION_NAME: name}
     if isinstance(model, str):

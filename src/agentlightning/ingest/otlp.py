@@ -20,6 +20,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -228,31 +229,25 @@ class UnknownTraces:
 
     async def adopt(self, spans: Sequence[Span]) -> list[tuple[AttemptIds, Span]]:
         """The spans with the ids of their attempts, which are created if they do not exist."""
-        first = {span.trace_id: span for span in reversed(spans) if span.trace_id not in self._open}
-        await asyncio.gather(
-            *(self._begin(trace_id, span.resource.get("service.name")) for trace_id, span in first.items())
-        )
+        services = {span.trace_id: span.resource.get("service.name") for span in reversed(spans)}
+        await asyncio.gather(*(self.begin(*each) for each in services.items()))
         return [(ids_of_trace(span.trace_id), span) for span in spans]
 
-    async def begin(self, trace_id: str) -> AttemptIds:
-        """The attempt of a trace of which only the id is known, created if it does not exist."""
-        if not self._touch(trace_id):
-            await self._begin(trace_id, None)
-        return ids_of_trace(trace_id)
-
-    async def _begin(self, trace_id: str, service: Any) -> None:
-        rollout_id, attempt_id = ids_of_trace(trace_id)
+    async def begin(self, trace_id: str, service: Any = None) -> AttemptIds:
+        """The attempt of a trace, created if it does not exist."""
+        rollout_id, attempt_id = ids = ids_of_trace(trace_id)
+        if self._touch(trace_id):
+            return ids
         metadata: dict[str, Any] = {"source": SOURCE, "trace_id": trace_id}
         if isinstance(service, str):
             metadata["service"] = service
-        try:
+        with suppress(ConflictError):  # the rollout has already finished
             started = await self._store.start_rollout(
                 None, metadata=metadata, rollout_id=rollout_id, queue=QUEUE, claim_id=_claim_id(trace_id)
             )
-        except ConflictError:  # the rollout has already finished
-            return
-        if started.attempt.attempt_id == attempt_id and started.status not in FINISHED:
-            self._open[trace_id] = time.monotonic()
+            if started.attempt.attempt_id == attempt_id and started.status not in FINISHED:
+                self._open[trace_id] = time.monotonic()
+        return ids
 
     async def record(self, spans: Iterable[Span]) -> None:
         """Note that these spans were stored, and finish the traces whose root span is among them."""

@@ -167,7 +167,7 @@ class SlowLog(Observer):
             )
 
     def request_ended(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Called for each HTTP request; `seconds` excludes the time of waiting for rollouts."""
+        """Called for each HTTP request but model calls; `seconds` excludes the time of waiting for rollouts."""
         if seconds >= self._limit:
             self._log(
                 f"slow: {method} {route} took {1000 * seconds:.0f} ms, with status {status}",

@@ -149,7 +149,7 @@ class Metrics:
 
     def render_own(self) -> bytes:
         """The metrics of this process, without the counts of the database."""
-        return generate_latest(_Registry([*self._own_metrics()]))
+        return generate_latest(_Registry(self._own_metrics()))
 
     def _own_metrics(self) -> Iterable[Metric]:
         return *self._observed_metrics(), *self._process.collect()
@@ -200,8 +200,9 @@ class Metrics:
         )
         yield _histogram("store_transaction_seconds", "The transaction of a call.", {"": self._transaction_seconds})
         yield _histogram("store_calls_together", "Calls in the transaction of a call.", {"": self._transaction_sizes})
-        failed = "Calls that failed, by error."
-        yield metric_of("store_errors", failed, self._errors, "method", "error", kind=CounterMetricFamily)
+        yield metric_of(
+            "store_errors", "Calls that failed, by error.", self._errors, "method", "error", kind=CounterMetricFamily
+        )
         waiting = {method: self._in_progress[method] for method in sorted(WAITING_CALLS)}
         yield metric_of("store_waiters", "Calls that wait for rollouts to come or to finish.", waiting, "method")
         labels = "route", "method", "status"
@@ -213,14 +214,11 @@ class Metrics:
             yield from source()
 
 
-class _Registry:
-    """The interface that `generate_latest` expects."""
-
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
+class _Registry(list[Metric]):
+    """With the interface that `generate_latest` expects."""
 
     def collect(self) -> list[Metric]:
-        return self._metrics
+        return self
 
 
 def _by_process(processes: Mapping[int, Iterable[Metric]]) -> Iterable[Metric]:

@@ -94,9 +94,8 @@ class Server:
         calls, origins = gateway.routes() if gateway else [], tuple(allowed_origins)
         self.app = Starlette(
             routes=[
-                *(
-                    route for route in calls if route.methods == {"POST"}
-                ),  # first, as nearly all requests are model calls
+                # First, as nearly all requests are model calls.
+                *(route for route in calls if route.methods == {"POST"}),
                 Route("/livez", self._live, methods=["GET"]),
                 Route("/readyz", self._ready, methods=["GET"]),
                 *feedback_routes(store, secret, token),
@@ -119,7 +118,7 @@ class Server:
         self.port = port
         keyless = gateway is not None and not gateway.attribution.requires_key
         guard = OriginGuard((host, *allowed_hosts), origins, any_host=token is not None, keyless=keyless)
-        self._tracker = RequestTracker(self.app, guard, metrics, slow)
+        self._tracker = RequestTracker(self.app, guard, metrics, slow, calls)
         self.bounds = Bounds()
         self._grace = grace_seconds
         self.gateway = gateway
@@ -259,9 +258,8 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """Bind and listen; `shared`: on a port of several sockets. Connections wait until a server is started with the
     socket. Raises ServerError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # with this protocol number asyncio sets TCP_NODELAY
+    # With this protocol number asyncio sets TCP_NODELAY.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:

@@ -305,13 +305,19 @@ class RequestTracker:
     """ASGI middleware. `open` may follow `close`."""
 
     def __init__(
-        self, app: Starlette, guard: OriginGuard, metrics: Metrics | None = None, slow: SlowLog | None = None
+        self,
+        app: Starlette,
+        guard: OriginGuard,
+        metrics: Metrics | None = None,
+        slow: SlowLog | None = None,
+        calls: Iterable[Route] = (),
     ) -> None:
         for route in app.routes:
             if isinstance(route, Route):
                 route.app = _marked(route.app, route.path)
-        self._app, self._guard = app, guard
-        self._observers = [each for each in (metrics, slow) if each is not None]
+        self._app, self._guard, self._metrics, self._slow = app, guard, metrics, slow
+        self._calls = {route.path for route in calls}
+        """The routes of calls to models, which take as long as a model does and are not slow."""
         self.in_flight: set[_TrackedRequest] = set()
         self._closed = False
         self.draining = False
@@ -360,8 +366,11 @@ class RequestTracker:
             self.in_flight.discard(tracked)
             seconds = time.perf_counter() - began - waited.seconds  # without the wait for rollouts
             route = scope.get(ROUTE, "other")  # Strangers cannot create metric series by unknown paths.
-            for observer in self._observers:
-                observer.request_ended(route, scope["method"], tracked.status, seconds)
+            ended = route, scope["method"], tracked.status, seconds
+            if self._metrics is not None:
+                self._metrics.request_ended(*ended)
+            if self._slow is not None and route not in self._calls:
+                self._slow.request_ended(*ended)
 
 
 def _marked(app: ASGIApp, path: str) -> ASGIApp:

@@ -284,7 +284,8 @@ class Connection(asyncio.Protocol):
             self._release(answer)
         elif len(answer.unread) > HIGH_WATER_BYTES:
             self.pause(answer, True)
-        answer.changed.set()
+        if not answer.gathers or answer.is_complete:
+            answer.changed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -402,6 +403,8 @@ class Response:
     """Whether the end of the connection ends the body."""
     paused = False
     """Whether reading is paused until some of the body is consumed."""
+    gathers = False
+    """Whether a part that has come waits for more."""
 
     def __init__(self, connection: Connection) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
@@ -430,17 +433,18 @@ class Response:
         return bytes(body)
 
     async def chunks(self, gather_seconds: float = 0.0) -> AsyncIterator[bytes]:
-        """The body as it arrives; after each part, nothing is read for `gather_seconds`, so that the next is larger.
-        Raises TransportError if it breaks off."""
+        """The body as it arrives; the next part gathers for `gather_seconds`, unless it is the last. Raises
+        TransportError if the body breaks off."""
+        loop = asyncio.get_running_loop()
         while True:
             if self.unread:
-                yield self._take()
+                body = self._take()
                 if gather_seconds and not self.is_complete:
-                    self._connection.pause(self, True)
-                    try:
-                        await asyncio.sleep(gather_seconds)
-                    finally:
-                        self._connection.pause(self, False)
+                    self.gathers = True
+                    loop.call_later(gather_seconds, self._end_gathering)
+                yield body
+                while self.gathers and not self.is_complete and self.error is None:
+                    await self._wait()
             elif self.is_complete and self.error is None:
                 return
             else:
@@ -452,6 +456,10 @@ class Response:
             raise self.error
         self.changed.clear()
         await self.changed.wait()
+
+    def _end_gathering(self) -> None:
+        self.gathers = False
+        self.changed.set()
 
     def _take(self) -> bytes:
         body = bytes(self.unread)

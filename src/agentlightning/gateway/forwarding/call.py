@@ -59,6 +59,7 @@ from agentlightning.gateway.dialects.base import (
     encode_event,
     event_data,
     loads_tolerantly,
+    read_json,
 )
 from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.dialects.content_parts import turn_key
@@ -74,7 +75,7 @@ from agentlightning.gateway.forwarding.bodies import (
     turns_of,
     wire_name,
 )
-from agentlightning.gateway.http import PASSED, ResponseWriter, offload, parse_object, run_to_completion
+from agentlightning.gateway.http import PASSED, ResponseWriter, offload, run_to_completion
 from agentlightning.gateway.record import (
     LIMITS,
     CallRecord,
@@ -692,13 +693,14 @@ class ForwardingService:
         path = request.scope["raw_path"].decode("latin-1").partition("/v1/")[2]
         if ".." in unquote(path).split("/"):
             raise ApiError(404, f"/v1/{path} is no path of the provider {provider.name!r}")
-        model = (parse_object(body) or {}).get("model") if body[:1] == b"{" else None
         attributes: Json = {
             names.PROVIDER_NAME: provider.name,
             names.HTTP_METHOD: request.method,
             names.URL_PATH: f"/v1/{path}",
-            **({names.REQUEST_MODEL: model} if isinstance(model, str) else {}),
         }
+        with suppress(ApiError):  # Files are no JSON.
+            model = read_json(body).get("model")
+            attributes |= {names.REQUEST_MODEL: model} if isinstance(model, str) else {}
         record = CallRecord(f"{request.method} /v1/{path}", caller)
 
         async def keep_span(error: BaseException | None) -> None:
