@@ -367,8 +367,8 @@ def unreadable_response(pool: ServerPool, problem: str) -> ApiError:
     return ApiError(502, message, code="provider_protocol", retry=pool.provider.final)
 
 
-GATHER_SECONDS: Final = 0.02
-"""How long a stream is left alone after a part of it has come: fewer and larger parts cost less to pass on."""
+GATHER_SECONDS: Final = 0.05
+"""How long the next part of a stream gathers: fewer and larger parts cost less to pass on."""
 _BYTES_PER_TOKEN: Final = 4
 """Bytes of a JSON response for each output token, roughly."""
 _CACHE_MARK: Final = b'"cache_control"'
