@@ -94,7 +94,7 @@ async def test_a_wait_that_is_not_worth_it_is_refused_at_once_with_the_time_to_c
 async def test_a_wait_for_calls_under_way_ends_as_well():
     limits = limiter(1, max_wait_seconds=0.02)
     await limits.acquire(1)
-    with pytest.raises(ApiError, match="1 calls in flight"):
+    with pytest.raises(ApiError, match="1 calls in flight, 0 waiting"):
         await limits.acquire(1)
     impatient = limiter(1, max_wait_seconds=0)
     await impatient.acquire(1)

@@ -287,11 +287,12 @@ class RateLimiter:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._seconds_until(tokens) or None):
                             await self._released.wait()
-                self._record_start(tokens)
+                return self._record_start(tokens)
         except TimeoutError:
-            raise self._limit_error(1.0) from None
+            pass
         finally:
             self._waiting.remove(tokens)
+        raise self._limit_error(1.0)
 
     def record_retry(self) -> None:
         """Count a retry, which is a further request and does not wait."""
