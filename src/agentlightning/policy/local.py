@@ -213,7 +213,6 @@ class LocalPolicy(AgentEngines):
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""
-        self._learner.adapters.drop_stacks()
         self._version = version
         for name in names:
             if name is None:

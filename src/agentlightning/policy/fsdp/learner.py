@@ -395,7 +395,6 @@ class RankLearner(LocalLearner):
     ) -> tuple[dict[str, float], list[str | None]]:
         """The metrics of an update, and the names of what it trained."""
         metrics = self.update(samples, options)
-        self.adapters.drop_stacks()
         return metrics, list(self.changed)
 
     def gather(self, names: Sequence[str | None]) -> Weights:
@@ -442,7 +441,6 @@ class RankLearner(LocalLearner):
                     weight.copy_(state["weights"][owner][name])
         for name, updater in self.updaters.items():
             updater.load_state_dict(states[owner_of(name)])
-        self.adapters.drop_stacks()
         return list(self.updaters)
 
     def _trained(self) -> Weights:

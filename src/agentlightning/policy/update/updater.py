@@ -786,7 +786,6 @@ class LocalLearner:
             for name, adapter in self.by_name.items():
                 adapter.load_state_dict(adapted[name])
             load_values()
-            self.adapters.drop_stacks()
 
         return load
 
