@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agentlightning.chat.base import ChatFormat
@@ -71,67 +71,59 @@ class StopStringFound(Exception):
     """The answer contains a stop string that spans two servers, so that neither could see it."""
 
 
+@dataclass(eq=False, repr=False)
 class ResumableSample:
     """The tokens of one answer so far. `decode` turns tokens into text, for stop strings across servers."""
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        max_tokens: int,
-        end_tokens: frozenset[int],
-        decode: Callable[[Sequence[int]], str],
-        on_tokens: OnTokens | None,
-    ) -> None:
-        self.prompt = list(prompt)
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[TopLogprobs] = []
-        self.versions: list[int] = []
-        """One for each token."""
-        self._params = params
-        self._max_tokens = max_tokens
-        self._end_tokens = end_tokens
-        self._decode = decode
-        self._on_tokens = on_tokens
-        self._start = 0
-        """Number of tokens from earlier servers."""
-        self._scanner: StopScanner | None = None
+    prompt: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    end_tokens: frozenset[int]
+    decode: Callable[[Sequence[int]], str]
+    on_tokens: OnTokens | None
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
+    versions: list[int] = field(default_factory=list[int])
+    """One for each token."""
+    start: int = 0
+    """Number of tokens from earlier servers."""
+    scanner: StopScanner | None = None
 
     @property
     def streamed(self) -> bool:
         """Whether tokens are passed on as they arrive."""
-        return self._on_tokens is not None
+        return self.on_tokens is not None
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Set when the answer is complete, whatever a server reports."""
-        if self.token_ids and self.token_ids[-1] in self._end_tokens:
+        if self.token_ids and self.token_ids[-1] in self.end_tokens:
             return "stop"
-        return "length" if len(self.token_ids) >= self._max_tokens else None
+        return "length" if len(self.token_ids) >= self.max_tokens else None
 
     @property
     def can_resume(self) -> bool:
         """Whether another server would sample the rest from the same distribution. Penalties count sampled tokens, and
         a schema or grammar begins with the first of them, but the other server sees them as its prompt."""
-        params = self._params
+        params = self.params
         stateful = params.presence_penalty or params.frequency_penalty or params.constraint is not None
         return not self.token_ids or not stateful
 
     def request(self, model: str, adapter: bool) -> SampleRequest:
         """A request for the rest of the answer."""
-        self._start = count = len(self.token_ids)
-        params = self._params
+        self.start = count = len(self.token_ids)
+        params = self.params
         if count:
             # The same seed would repeat the random numbers of the first tokens.
             params = params if params.seed is None else replace(params, seed=params.seed + count)
             params = replace(params, min_tokens=max(0, params.min_tokens - count))
             if params.stop:
-                self._scanner = StopScanner(params.stop, self._decode)
+                self.scanner = StopScanner(params.stop, self.decode)
                 for token in self.token_ids:
-                    self._scanner.push(token)
+                    self.scanner.push(token)
         prompt = [*self.prompt, *self.token_ids]
-        return SampleRequest(model, prompt, params, self._max_tokens - count, self._end_tokens, adapter)
+        return SampleRequest(model, prompt, params, self.max_tokens - count, self.end_tokens, adapter)
 
     def append(self, chunk: TokenChunk, version: int) -> None:
         """Raises StopStringFound if the answer is complete."""
@@ -140,9 +132,9 @@ class ResumableSample:
         self.logprobs += chunk.logprobs
         self.top_logprobs += chunk.top_logprobs
         self.versions += [version] * len(chunk.token_ids)
-        if self._on_tokens is not None and chunk.token_ids:
-            logprobs = (chunk.logprobs, chunk.top_logprobs) if self._params.stream_logprobs else ()
-            self._on_tokens(chunk.token_ids, *logprobs)
+        if self.on_tokens is not None and chunk.token_ids:
+            logprobs = (chunk.logprobs, chunk.top_logprobs) if self.params.stream_logprobs else ()
+            self.on_tokens(chunk.token_ids, *logprobs)
         if stopped:
             raise StopStringFound
 
@@ -151,18 +143,18 @@ class ResumableSample:
         UnknownWeightsError."""
         if not completion.weights:
             return
-        count = len(self.token_ids) - self._start
+        count = len(self.token_ids) - self.start
         labels = [label for label, tokens in completion.weights for _ in range(tokens)][:count]
         if unknown := [label for label in labels if label not in versions]:
             raise UnknownWeightsError(unknown[0])
-        self.versions[self._start : self._start + len(labels)] = [versions[label] for label in labels]
+        self.versions[self.start : self.start + len(labels)] = [versions[label] for label in labels]
 
     def rollback(self) -> bool:
         """Drop the tokens of the current server; False if they have been streamed already."""
-        if self.streamed and len(self.token_ids) > self._start:
+        if self.streamed and len(self.token_ids) > self.start:
             return False
         for values in (self.token_ids, self.logprobs, self.top_logprobs, self.versions):
-            del values[self._start :]
+            del values[self.start :]
         return True
 
     def sample(self, finish_reason: FinishReason, version: int) -> Sample:
@@ -176,10 +168,10 @@ class ResumableSample:
         )
 
     def _cut_at_stop_string(self, chunk: TokenChunk) -> tuple[TokenChunk, bool]:
-        if self._scanner is None:
+        if self.scanner is None:
             return chunk, False
         for end, token in enumerate(chunk.token_ids, start=1):
-            if self._scanner.push(token):
+            if self.scanner.push(token):
                 return TokenChunk(chunk.token_ids[:end], chunk.logprobs[:end], chunk.top_logprobs[:end]), True
         return chunk, False
 
@@ -187,22 +179,22 @@ class ResumableSample:
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class WeightSource:
     """One version of the weights, as servers can get it."""
 
-    version = 0
-    label = ""
+    place: Path | Callable[[], Awaitable[Path]] | None
+    """Where they are on disk, or what writes them there; None: another process gives them to the servers."""
+    lend: LendWeights | None = None
+    """Access to them in memory, for servers that receive them without the disk."""
+    version: int = 0
+    label: str = ""
     """Under which servers report them."""
-
-    def __init__(self, place: Path | Callable[[], Awaitable[Path]] | None, lend: LendWeights | None = None) -> None:
-        """`place`: where they are on disk, or what writes them there; None: another process gives them to the servers.
-        `lend`: access to them in memory, for servers that receive them without the disk."""
-        self.place, self.lend = place, lend
-        self._writing = asyncio.Lock()
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def directory(self) -> Path:
         """The weights on disk, written now unless they are there. Raises PolicyError if they no longer exist."""
-        async with self._writing:
+        async with self.writing:
             if not isinstance(self.place, Path):
                 assert self.place is not None
                 self.place = await self.place()
@@ -609,8 +601,7 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         they sample are those of `version`."""
         if self.weights is None:
             self.labels.clear()  # What the servers had before is no version of the trainer's.
-        self.weights = WeightSource(None)
-        self.weights.version, self.weights.label = version, label
+        self.weights = WeightSource(None, version=version, label=label)
         self.labels[label] = version
         for old in list(self.labels)[:-MAX_LABELS]:
             del self.labels[old]
