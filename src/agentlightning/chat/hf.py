@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import io
 import json
 import logging
 import re
+import shutil
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
 import jinja2
 
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.token_escaping import TokenEscaper
-from agentlightning.chat.tool_calls import FORMATS, HERMES, call_format
 from agentlightning.chat.tool_calls.format import (
     ARGUMENTS,
     IDS,
@@ -37,7 +40,7 @@ from agentlightning.chat.tool_calls.format import (
     parse_answer,
     probe_layout,
 )
-from agentlightning.chat.tool_calls.formats import response_template_format
+from agentlightning.chat.tool_calls.formats import FORMATS, HERMES, call_format, response_template_format
 from agentlightning.errors import ConfigError, MissingExtraError
 from agentlightning.util.templates import TemplateLimitError, bounded, check_length
 
@@ -98,7 +101,7 @@ class HFChatFormat(ChatFormat):
     """`ChatFormat` over a transformers tokenizer.
 
     `eos_token_ids` are added to those of the tokenizer, its `generation_config.json` and its template. `tool_calls`
-    names the tool-call format (a key of `tool_calls.FORMATS`); None detects it, and writes tools into the messages
+    names the tool-call format (a key of `FORMATS`); None detects it, and writes tools into the messages
     where the template has no place for them. "messages" always does that, "template" never: tools are then refused.
     Raises ConfigError if the tokenizer has no chat template, no fast form or no end-of-turn token, and for an unknown
     format.
@@ -561,3 +564,47 @@ def _joined(first: Any, second: Any, between: str = "\n\n") -> Any:
         return f"{first}{between}{second}" if first and second else first or second
     lists = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
     return [*lists[0], *lists[1]]
+
+
+# -- tokenizers as bytes -----------------------------------------------------------------------------------------------
+
+# A tokenizer as bytes: what another machine needs to render and tokenize conversations exactly as this one does.
+
+MAX_BYTES: Final = 256 * 1024 * 1024
+"""The most that an archive unpacks to."""
+PROBE: Final = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 3? Grüße, 你好."},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "And twice that?"},
+)
+"""A conversation that both machines must tokenize alike."""
+
+
+def probe_tokens(chat: ChatFormat) -> list[int]:
+    """The tokens of `PROBE`, without its system message where the template has no place for one."""
+    try:
+        return chat.encode(chat.render(list(PROBE)))
+    except ConfigError:
+        return chat.encode(chat.render(list(PROBE[1:])))
+
+
+def pack_tokenizer(chat: ChatFormat) -> bytes:
+    """The files of a tokenizer, as a ZIP archive. Raises ConfigError for a chat format of another kind."""
+    if not isinstance(chat, HFChatFormat):
+        raise ConfigError(f"{type(chat).__name__} is no tokenizer of transformers, and cannot be sent to a server")
+    with TemporaryDirectory(prefix="agl-tokenizer-") as directory:
+        files = Path(directory) / "tokenizer"
+        chat.save_tokenizer(files)
+        return Path(shutil.make_archive(str(files), "zip", files)).read_bytes()
+
+
+def unpack_tokenizer(packed: bytes, directory: Path) -> None:
+    """Write the files of `pack_tokenizer` below `directory`. Raises ConfigError for anything else."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            if (size := sum(entry.file_size for entry in archive.infolist())) > MAX_BYTES:
+                raise ConfigError(f"the tokenizer unpacks to {size} bytes, and this server takes {MAX_BYTES}")
+            archive.extractall(directory)  # It keeps every path below the directory.
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise ConfigError(f"the archive of the tokenizer cannot be read: {error}") from error

@@ -3,8 +3,7 @@
     y = W x + (alpha / r) B A x        A [r, in], B [out, r]; B starts at 0, so that a new adapter changes nothing
 
 The model is not rewritten: its layers have forward hooks, and its own weights keep their names and files. A forward
-pass runs with one adapter (`use`), or with one for each row of the batch (`use_rows`): each adapter then changes its own
-rows.
+pass runs with one adapter (`use`), or with one for each row of the batch (`use_rows`): each then changes its own rows.
 
 On disk they have the format of the peft library, which transformers and vLLM load:
 

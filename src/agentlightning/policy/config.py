@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from agentlightning.engine.adapter_view import AdapterTable
+from agentlightning.engine.base import AdapterTable
 from agentlightning.engine.servers.config import ENGINES, ServersConfig, smallest_lora_rank
 from agentlightning.errors import ConfigError
 from agentlightning.models import SHARED

@@ -18,10 +18,10 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import (
     DISTRIBUTION_PARAMS,
     TERMINATION_PARAMS,
+    AgentEngines,
     ConstraintKind,
     OnTokens,
     Sample,

@@ -20,8 +20,7 @@ from zlib import crc32
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool, WeightSource
+from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool, WeightSource, open_servers
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import (

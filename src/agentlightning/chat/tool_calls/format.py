@@ -3,7 +3,7 @@
 A format parses the beginning of a text into content followed by tool calls. It is stateless and called again whenever
 more text has arrived, and it reports only what is certain: text that may still become a call is withheld, text that no
 longer can is content. A call that is malformed or never completed stays text.
-A new format is an entry in the package's `FORMATS`: of a class in `formats`, or of its own. `CallReader` reads answers
+A new format is an entry in `formats.FORMATS`: of a class there, or of its own. `CallReader` reads answers
 as they are written, and `probe_layout` finds how a model's template writes calls.
 """
 

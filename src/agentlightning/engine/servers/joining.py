@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat
 
-from agentlightning.engine.adapter_view import AdapterTable
+from agentlightning.engine.base import AdapterTable
 from agentlightning.engine.servers.clients.http import server_url
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.util.settings import Section
@@ -98,7 +98,7 @@ class JoinRequest(StateRequest):
     """The format of tool calls, if it has a name."""
     eos_token_ids: frozenset[int]
     probe: list[int]
-    """The tokens of `tokenizer_archive.PROBE`."""
+    """The tokens of `chat.hf.PROBE`."""
 
     @property
     def check(self) -> CheckRequest:
