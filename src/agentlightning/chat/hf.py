@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import jinja2
 
@@ -44,13 +44,13 @@ from agentlightning.chat.tool_calls.formats import FORMATS, HERMES, call_format,
 from agentlightning.errors import ConfigError, MissingExtraError
 from agentlightning.util.templates import TemplateLimitError, bounded, check_length
 
-LONG: Final = 4096
+LONG = 4096
 """Characters from which a text is encoded without the interpreter lock; for shorter texts, releasing it costs more."""
-PIECE: Final = 32 * 1024
+PIECE = 32 * 1024
 """Characters encoded at once when tokens are only counted."""
-_SLACK: Final = 16
+_SLACK = 16
 """The most tokens that a cut between two pieces adds."""
-_PROBE: Final = "x \n\t  y\n\n\n z"
+_PROBE = "x \n\t  y\n\n\n z"
 
 
 def _piece_end(text: str, start: int) -> int:
@@ -62,7 +62,7 @@ def _piece_end(text: str, start: int) -> int:
     return space if space > 0 else end
 
 
-_TEMPLATE_ERRORS: Final = (
+_TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
     ValueError,
@@ -70,9 +70,9 @@ _TEMPLATE_ERRORS: Final = (
     AttributeError,
     RecursionError,
 )
-_TRAILING_MARKER: Final = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
+_TRAILING_MARKER = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
 """A marker at the end of a prompt."""
-_RESERVED: Final = frozenset(
+_RESERVED = frozenset(
     {
         *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
         *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -80,12 +80,12 @@ _RESERVED: Final = frozenset(
     }
 )
 """Parameters of transformers that are no template variables."""
-_MAX_VIEWS: Final = 64
-_LONG_IDS: Final = ("call_probe1",)
-IN_MESSAGES: Final = "messages"
-BY_TEMPLATE: Final = "template"
-_THOUGHT_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-_PROBE_TOOL: Final = {
+_MAX_VIEWS = 64
+_LONG_IDS = ("call_probe1",)
+IN_MESSAGES = "messages"
+BY_TEMPLATE = "template"
+_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+_PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": KEY,  # Some templates write names and no descriptions.
@@ -93,8 +93,8 @@ _PROBE_TOOL: Final = {
         "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": []},
     },
 }
-_QUESTION: Final[Message] = {"role": "user", "content": "?"}
-_logger: Final = logging.getLogger(__name__)
+_QUESTION: Message = {"role": "user", "content": "?"}
+_logger = logging.getLogger(__name__)
 
 
 class HFChatFormat(ChatFormat):
@@ -492,7 +492,7 @@ def _load_chat_format(model: str, tool_calls: str | None, eos_token_ids: Sequenc
 # is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in an assistant's turn; results follow as a turn of the
 # user, each between `<tool_response>` and `</tool_response>`.
 
-OFFER: Final = """\
+OFFER = """\
 You can call tools. They are listed here, one JSON object a line:
 <tools>
 {tools}
@@ -570,9 +570,9 @@ def _joined(first: Any, second: Any, between: str = "\n\n") -> Any:
 
 # A tokenizer as bytes: what another machine needs to render and tokenize conversations exactly as this one does.
 
-MAX_BYTES: Final = 256 * 1024 * 1024
+MAX_BYTES = 256 * 1024 * 1024
 """The most that an archive unpacks to."""
-PROBE: Final = (
+PROBE = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 2 + 3? Grüße, 你好."},
     {"role": "assistant", "content": "5"},

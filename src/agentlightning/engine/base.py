@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Final, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
@@ -29,17 +29,17 @@ OnTokens = Callable[..., None]
 """Callback for new tokens: `on_tokens(token_ids)`, or with `SamplingParams.stream_logprobs`
 `on_tokens(token_ids, logprobs, top_logprobs)`, each as in `Sample`."""
 
-DISTRIBUTION_PARAMS: Final = (
+DISTRIBUTION_PARAMS = (
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
     *("json_schema", "grammar"),
 )
 """Fields of `SamplingParams` beyond temperature, top_p and top_k that change the distribution. Not every engine
 supports them, and no loss can correct for them."""
-TERMINATION_PARAMS: Final = ("stop_token_ids", "ignore_eos")
+TERMINATION_PARAMS = ("stop_token_ids", "ignore_eos")
 """Fields that decide when an answer ends. Not every engine supports them."""
 
-_MOST: Final = 2**31 - 1
-RANGES: Final[Mapping[str, tuple[float, float]]] = {
+_MOST = 2**31 - 1
+RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "top_k": (0, _MOST),
@@ -139,7 +139,7 @@ class SamplingParams:
         return (frozenset() if self.ignore_eos else eos_token_ids) | frozenset(self.stop_token_ids)
 
 
-_DEFAULT: Final = SamplingParams()
+_DEFAULT = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)

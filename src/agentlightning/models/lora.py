@@ -20,7 +20,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 from urllib.parse import quote
 from warnings import catch_warnings
 from zlib import crc32
@@ -225,10 +225,10 @@ def _ends_with(name: str, target: str) -> bool:
 
 # -- files -----------------------------------------------------------------------------------------------------------
 
-CONFIG: Final = "adapter_config.json"
-WEIGHTS: Final = "adapter_model.safetensors"
-AGENTS: Final = "agents.json"
-PREFIX: Final = "base_model.model."
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+AGENTS = "agents.json"
+PREFIX = "base_model.model."
 """What peft writes before the name of a layer."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ from agentlightning.policy.update.updater import LocalLearner, Updater
 from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 
-RANK_STATE: Final = "ranks"
+RANK_STATE = "ranks"
 """In the training state of a policy that several processes train (`policy.fsdp`): the steps that they have taken."""
 
 

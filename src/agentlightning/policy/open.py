@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
@@ -30,7 +30,7 @@ from agentlightning.policy.config import (
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.settings import settings_from
 
-TINY_CONTEXT: Final = 4096
+TINY_CONTEXT = 4096
 """Tokens that a model named `tiny` has room for. Its tokens are bytes, and few answers end by themselves."""
 
 

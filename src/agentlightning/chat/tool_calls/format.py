@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 from agentlightning.chat.lark_grammar import LarkGrammar
 
@@ -26,8 +26,8 @@ Preceding = Literal["start", "content", "call"]
 Tools = Sequence[dict[str, Any]] | None
 """The tools that a request offers, in the format of the chat completions API."""
 
-_ID_LENGTH: Final = 9
-_ALPHANUMERIC: Final = string.digits + string.ascii_letters
+_ID_LENGTH = 9
+_ALPHANUMERIC = string.digits + string.ascii_letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class Layout:
     """The arguments of the probe call as the template wrote them (`probe_layout`)."""
 
 
-ID: Final = "\0"
+ID = "\0"
 
 
-Calls: TypeAlias = tuple[tuple[ParsedToolCall, ...], int]
+Calls = tuple[tuple[ParsedToolCall, ...], int]
 """Calls, and the place where they end."""
 
 
@@ -190,10 +190,10 @@ def partial_marker_length(text: str, marker: str) -> int:
 # Partial-JSON parsers (jiter, pydantic-core) return values of a whole text; here the end of a value inside a longer
 # text and its spelling matter.
 
-_decoder: Final = json.JSONDecoder()
-_SPACE: Final = " \t\n\r"
-_LITERALS: Final = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
-_INCOMPLETE_NUMBER: Final = re.compile(r"(-|\.|\.?\d*[eE][+-]?)\Z")
+_decoder = json.JSONDecoder()
+_SPACE = " \t\n\r"
+_LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
+_INCOMPLETE_NUMBER = re.compile(r"(-|\.|\.?\d*[eE][+-]?)\Z")
 
 
 def value_end(text: str, start: int) -> int:
@@ -360,14 +360,14 @@ def parse_answer(format: CallFormat, text: str, tools: Tools = None) -> ParsedMe
 # Detection of a template's tool-call layout from probes: a rendered turn with one call, and one with two. The chat
 # format renders them. A layout counts only if the format parses calls written with it.
 
-NAME: Final = "probe"
+NAME = "probe"
 """Name of the probe tool."""
-KEY: Final = "agentlightning_probe"
-ARGUMENTS: Final[dict[str, Any]] = {KEY: NAME}
+KEY = "agentlightning_probe"
+ARGUMENTS: dict[str, Any] = {KEY: NAME}
 """Arguments of the probe calls."""
-IDS: Final = ("callprobe", "callother")
+IDS = ("callprobe", "callother")
 
-_ARGUMENTS: Final = (
+_ARGUMENTS = (
     re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{NAME}"\s*\}}'),
     re.compile(
         rf'\s*<(?:parameter=|parameter name="|arg_key>){KEY}(?:"?>|</arg_key>\s*<arg_value>)'

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
 from agentlightning.chat.tool_calls.format import (
@@ -38,12 +38,12 @@ from agentlightning.errors import ConfigError
 
 # The parameters of a tool's JSON schema, for formats that write each argument separately instead of one object.
 
-ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "format", "$comment"})
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "format", "$comment"})
 """Keywords of a schema that constrain no value."""
-DEFINITIONS: Final = ("$defs", "definitions")
-_PARAMETERS: Final = ("type", "properties", "required", "additionalProperties", "$schema", "strict")
-_KNOWN: Final = ANNOTATIONS.union(DEFINITIONS, _PARAMETERS)
-_REFERENCE: Final = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
+DEFINITIONS = ("$defs", "definitions")
+_PARAMETERS = ("type", "properties", "required", "additionalProperties", "$schema", "strict")
+_KNOWN = ANNOTATIONS.union(DEFINITIONS, _PARAMETERS)
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
 
 
 class Parameter(NamedTuple):
@@ -71,7 +71,7 @@ def read_parameters(schema: Mapping[str, Any]) -> list[Parameter]:
     return parameters
 
 
-_PLAUSIBLE: Final = re.compile(r"[^\n{}\"]{0,200}\n?(?:```\w*\n?)?\Z")
+_PLAUSIBLE = re.compile(r"[^\n{}\"]{0,200}\n?(?:```\w*\n?)?\Z")
 """What may still become the name of a call."""
 
 
@@ -126,9 +126,9 @@ class Llama3(CallFormat):
         return (call,), end
 
 
-_ARGUMENTS: Final = ("parameters", "arguments")
-_KEYS: Final = frozenset({"type", "name", "id", *_ARGUMENTS})
-_FIRST_KEY: Final = re.compile(r'\{\s*(?:"([^"\\]*)("?))?')
+_ARGUMENTS = ("parameters", "arguments")
+_KEYS = frozenset({"type", "name", "id", *_ARGUMENTS})
+_FIRST_KEY = re.compile(r'\{\s*(?:"([^"\\]*)("?))?')
 
 
 def _bare_call(text: str, start: int) -> tuple[ParsedToolCall, int]:
@@ -214,11 +214,11 @@ class Harmony(CallFormat):
         return (ParsedToolCall(found["name"], text[found.end() : end]),), end
 
 
-_RECIPIENT: Final = " to=functions."
-_HEADERS: Final = ("<|end|>", "<|start|>", "<|channel|>")
-_HEADER: Final = re.compile("|".join(map(re.escape, _HEADERS)))
-_MAX_HEADER: Final = 200
-_CHANNEL: Final = re.compile(
+_RECIPIENT = " to=functions."
+_HEADERS = ("<|end|>", "<|start|>", "<|channel|>")
+_HEADER = re.compile("|".join(map(re.escape, _HEADERS)))
+_MAX_HEADER = 200
+_CHANNEL = re.compile(
     r"(?:<\|end\|>)?\s*(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?(?: ?to=functions\.(?P<name>[\w.\-]+))?\s*"
     r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>\s*"
 )
@@ -245,11 +245,11 @@ class Gemma(CallFormat):
         return (ParsedToolCall(found["name"], arguments),), found.end()
 
 
-_GEMMA_CALL: Final = re.compile(
+_GEMMA_CALL = re.compile(
     r'\s*call:(?P<name>[\w.\-]+)(?P<arguments>\{(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>|<\|"\|>).)*\})\s*<tool_call\|>',
     re.DOTALL,
 )
-_GEMMA_TOKEN: Final = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\],:"<]+)(?=\s*:)', re.DOTALL)
+_GEMMA_TOKEN = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\],:"<]+)(?=\s*:)', re.DOTALL)
 
 
 def _gemma_json(found: re.Match[str]) -> str:
@@ -264,27 +264,27 @@ def _gemma_json(found: re.Match[str]) -> str:
 # with constant values; they are converted to JSON with the original spelling of numbers. JSON's constants are accepted
 # too.
 
-LONG_LIST: Final = 1000
+LONG_LIST = 1000
 """Characters from which an unterminated list is not parsed again for every token."""
 
-_NAME: Final = r"[^\W\d]\w*(?:[.\-]\w+)*"
-_TOKEN: Final = re.compile(
+_NAME = r"[^\W\d]\w*(?:[.\-]\w+)*"
+_TOKEN = re.compile(
     rf"""(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<number>-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.]))"""
     rf"|(?P<call>{_NAME})\s*\(|(?P<key>{_NAME})\s*=|(?P<word>{_NAME})|(?P<open>[\[{{])|(?P<close>[\])}}])|(?P<sign>[,:])",
     re.DOTALL,
 )
-_UNFINISHED_NAME: Final = re.compile(r"(?:[^\W\d][\w.\-]*\s*)?\Z")
+_UNFINISHED_NAME = re.compile(r"(?:[^\W\d][\w.\-]*\s*)?\Z")
 """The end of a text that may go on to be the name of a call or of an argument."""
-_UNFINISHED: Final = re.compile(
+_UNFINISHED = re.compile(
     r"""(?:[^\W\d][\w.\-]*\s*|-?[\d.]*(?:[eE][+-]?\d*)?|'(?:[^'\\]|\\.)*\\?|"(?:[^"\\]|\\.)*\\?)\Z""", re.DOTALL
 )
 """The same of any token."""
-_WORDS: Final = {
+_WORDS = {
     **{"True": "true", "False": "false", "None": "null"},
     **{"true": "true", "false": "false", "null": "null"},
 }
-_ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-fA-F]{7})|([0-7]{1,3})|(.))", re.DOTALL)
-_ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-fA-F]{7})|([0-7]{1,3})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,11 +413,11 @@ def _unescape(found: re.Match[str]) -> str:
 # A value is bare text, so the tool's schema decides its type: a string if the schema allows one or does not mention the
 # parameter; otherwise JSON, if the text is JSON of a type that the schema allows.
 
-_IGNORED_KEYWORDS: Final = ANNOTATIONS.union(DEFINITIONS)
-_MAX_REFERENCES: Final = 10
+_IGNORED_KEYWORDS = ANNOTATIONS.union(DEFINITIONS)
+_MAX_REFERENCES = 10
 """Length of a chain of references."""
-_NULLS: Final = ("null", "None")
-_TYPES: Final = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_NULLS = ("null", "None")
+_TYPES = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 
 Tag = tuple[str, str, str]
@@ -585,8 +585,8 @@ def _json(text: str) -> str:
 # says; the rest of an answer is parsed as usual. transformers returns values, so the arguments are JSON in our own
 # spelling.
 
-FIELD: Final = "tool_calls"
-_FAILURES: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+FIELD = "tool_calls"
+_FAILURES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Raised by transformers for a malformed call."""
 
 
@@ -681,9 +681,9 @@ def response_template_format(tokenizer: Any) -> CallFormat | None:
 # gemma        Gemma 4                                       <|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>
 # harmony      gpt-oss                                       <|channel|>commentary to=functions.name<|message|>{...}
 
-HERMES: Final = JsonCalls("hermes", opening="<tool_call>", closing="</tool_call>")
+HERMES = JsonCalls("hermes", opening="<tool_call>", closing="</tool_call>")
 
-FORMATS: Final[dict[str, CallFormat]] = {
+FORMATS: dict[str, CallFormat] = {
     format.name: format
     for format in (
         HERMES,

@@ -13,7 +13,7 @@ the gateway lacks.
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat
 
@@ -22,12 +22,12 @@ from agentlightning.engine.servers.clients.http import server_url
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.util.settings import Section
 
-BASE_PATH: Final = "/v1/policies"
-RENEW_SECONDS: Final = 2.0
+BASE_PATH = "/v1/policies"
+RENEW_SECONDS = 2.0
 """A run renews its lease so often, and joins again within this time where a gateway was started again."""
 
 
-COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
+COUNTS = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
 """What gateways count for a run: answers sampled, and their tokens; calls that failed, and that waited for an update;
 updates, and the seconds in which calls were held back."""
 

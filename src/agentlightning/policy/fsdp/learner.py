@@ -20,7 +20,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -325,12 +325,12 @@ def check_complete(directory: Path) -> None:
 
 # -- learner ---------------------------------------------------------------------------------------------------------
 
-MODEL: Final = "model"
-VALUE_HEAD: Final = "value_head"
+MODEL = "model"
+VALUE_HEAD = "value_head"
 """Owners of weights, beside the adapters."""
-Weights: TypeAlias = dict[str, dict[str, Tensor]]
+Weights = dict[str, dict[str, Tensor]]
 """By owner and name."""
-Load: TypeAlias = Callable[[Callable[[], Any]], Any]
+Load = Callable[[Callable[[], Any]], Any]
 PACKAGES = ("agentlightning", "torch", "transformers", "numpy")
 
 

@@ -29,7 +29,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Final, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -202,19 +202,19 @@ def _absolute(path: Path) -> Path:
 
 logger = logging.getLogger(__name__)
 
-STDERR: Final = 2
-IDLE: Final = timedelta(days=365)
+STDERR = 2
+IDLE = timedelta(days=365)
 """How long a rank waits for a command."""
-POLL_SECONDS: Final = 0.2
-CLOSE_SECONDS: Final = 5.0
+POLL_SECONDS = 0.2
+CLOSE_SECONDS = 5.0
 """How long a computation may take to end after a rank has."""
-GRACE_SECONDS: Final = 10.0
+GRACE_SECONDS = 10.0
 """After a rank has failed: time for the others to fail alike."""
-RESUME: Final = "the run continues from its last checkpoint when it is resumed"
-TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+RESUME = "the run continues from its last checkpoint when it is resumed"
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 """Variables that programs with torch which this one starts, such as model servers, must not inherit."""
-OPEN: Final = "open"
-SETTINGS: Final = "settings"
+OPEN = "open"
+SETTINGS = "settings"
 """A file for ranks that the trainer has started."""
 
 # -- rank ------------------------------------------------------------------------------------------------------------

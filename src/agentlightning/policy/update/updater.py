@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -414,7 +414,7 @@ def sum_of_losses(
     return total, sums
 
 
-Sums: TypeAlias = dict[str, Any]
+Sums = dict[str, Any]
 """By name of a metric its sum, and the number of tokens or steps that it is a sum over."""
 
 
@@ -452,7 +452,7 @@ def means(sums: Sums) -> dict[str, float]:
 # `for_losses` completes the columns of samples, so that samples for reinforcement learning, supervised learning and
 # distillation can share a batch: where a sample has no weight in a stream, it needs no column of that stream's losses.
 
-Tokens: TypeAlias = NDArray[np.bool_]
+Tokens = NDArray[np.bool_]
 """Which tokens of a table."""
 
 

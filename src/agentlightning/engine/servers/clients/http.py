@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -63,7 +63,7 @@ class Completion:
     """(label of the weights, number of tokens they sampled), in order; empty if the server does not report it."""
 
 
-PROBE_PROMPT: Final = (1, 2, 3)
+PROBE_PROMPT = (1, 2, 3)
 """A prompt that every vocabulary contains."""
 
 OnChunk = Callable[[TokenChunk], None]
