@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import jinja2
 
@@ -50,7 +50,6 @@ PIECE = 32 * 1024
 """Characters encoded at once when tokens are only counted."""
 _SLACK = 16
 """The most tokens that a cut between two pieces adds."""
-_PROBE = "x \n\t  y\n\n\n z"
 
 
 def _piece_end(text: str, start: int) -> int:
@@ -239,24 +238,12 @@ class HFChatFormat(ChatFormat):
         text = self.unescape(text)
         if len(text) <= limit:
             return 0
-        bound = len(text) // self._max_token_length if self._max_token_length else 0
-        if bound > limit:
-            return bound
         count, position = 0, 0
         while position < len(text) and count <= limit:
             end = _piece_end(text, position)
             count += max(0, len(self._encode(text[position:end])) - _SLACK)
             position = end
         return count
-
-    @cached_property
-    def _max_token_length(self) -> int:
-        """Characters of the longest token, with a margin for normalisation; 0 if whitespace may vanish, so that the
-        number of characters bounds nothing."""
-        if _PROBE not in cast("str", self._tokenizer.decode(self._encode(_PROBE))):
-            return 0
-        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        return longest if self._backend.normalizer is None else 4 * longest
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """See `ChatFormat.decode`. Invalid UTF-8 becomes U+FFFD."""

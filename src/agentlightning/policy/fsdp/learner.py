@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.checkpoint import read_scorer
@@ -169,15 +169,10 @@ class ShardedForward(Forward):
 
     def states(self, batch: MicroBatch) -> Tensor:
         """See `Forward.states`, with the idle passes of this position."""
+        self._used = True
         idle = self._idle(self._left.pop(0) - _passes(batch)) if self._left else None
         hidden_NH = super().states(batch)
         return hidden_NH if idle is None else hidden_NH + idle.to(hidden_NH.dtype)
-
-    def _states(
-        self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
-    ) -> Tensor:
-        self._used = True
-        return super()._states(ids_BT, positions, cache, **inputs)
 
     def plan(
         self, batch: TokenTable | Sequence[TrainingSample], *, token_budget: int = 8192, sharing: Sharing = "auto"
@@ -201,6 +196,7 @@ class ShardedForward(Forward):
         tree = TokenTree((Node(-1, (0,)), Node(0, (0,), sampled=True, logprobs=(0.0,))))
         (batch,) = plan([TrainingSample(tree)], token_budget=1, sharing="rows")
         for _ in range(passes):
+            self._used = True
             logprobs_1, _ = self.logprobs(batch, super().states(batch), at_temperature=False)
             total = total + logprobs_1.sum() * 0.0
         return total
