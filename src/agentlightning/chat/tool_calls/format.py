@@ -105,6 +105,8 @@ class CallFormat:
     """Text that ends a call and occurs nowhere else, so that an engine can stop there. None: there is no such text."""
     end: str = ""
     """A marker that may follow the calls of an answer, and is no content."""
+    unmarked: tuple[Preceding, ...] = ()
+    """After what a call may begin without a marker."""
     parallel: bool = True
     """Whether an answer may contain several calls. Some templates cannot write them; text after the first call is then
     content."""
@@ -115,11 +117,9 @@ class CallFormat:
 
     def parse(self, text: str, preceding: Preceding, final: bool, tools: Tools = None) -> Parsed:
         """Parse the beginning of `text`. `final`: no more text follows, so nothing is withheld. Never raises."""
-        for start, body in chain([(0, None)], self.starts(text)):
+        for start, body in chain([(0, 0)] if preceding in self.unmarked else [], self.starts(text)):
             try:
-                calls, end = (
-                    self.parse_unmarked(text, preceding) if body is None else self.parse_call(text, body, tools)
-                )
+                calls, end = self.parse_call(text, body, tools)
             except IncompleteCall:
                 if not final:
                     return Parsed(start)
@@ -140,12 +140,9 @@ class CallFormat:
         return ((found.start(), found.end()) for found in re.finditer(re.escape(self.opening), text))
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
-        """The calls from `start` on, and their end. Raises MalformedCall or IncompleteCall."""
+        """The calls from `start` on, right after a marker or, where they are `unmarked`, from 0 on, and their end.
+        Raises MalformedCall or IncompleteCall."""
         raise NotImplementedError(f"{type(self).__name__} reads no calls")
-
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        """Calls without a marker at the start of the text, in formats that allow them. Raises as `parse_call` does."""
-        raise MalformedCall("a call begins with its marker")
 
     def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         """A grammar expression for arguments that match the JSON schema of an object. Raises NoGrammar if such

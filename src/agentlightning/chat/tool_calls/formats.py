@@ -108,18 +108,12 @@ class Llama3(CallFormat):
     semicolon or whitespace. A bare object is a call only at the start of the answer and with the keys of a call. After
     the tag a call may also be `name.call(key="value")`, as for built-in tools."""
 
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        if preceding == "content":
-            raise MalformedCall("a bare call must start the answer")
-        start = skip_space(text, 0)
-        start = skip_space(text, start + 1) if preceding == "call" and text.startswith(";", start) else start
-        call, end = _bare_call(text, start)
-        return (call,), end
+    unmarked: tuple[Preceding, ...] = ("start", "call")
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
-        start = skip_space(text, start)
-        if text.startswith("{", start):
-            call, end = _bare_call(text, start)
+        marked, start = start > 0, skip_space(text, start)
+        if not marked or text.startswith("{", start):
+            call, end = _bare_call(text, skip_space(text, start + 1) if text.startswith(";", start) else start)
         else:
             (call,), end = parse_python(text, start, [])
             call = ParsedToolCall(call.name.removesuffix(".call"), call.arguments)
@@ -152,11 +146,6 @@ class NamedCalls(CallFormat):
     """Up to the object, with the groups `name`, and `id` where the model writes one."""
     ends: tuple[str, ...] = ()
     """Markers after the object, in order; those before the last may be absent."""
-
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        if preceding != "call" or not self.end:
-            raise MalformedCall("the first call begins with a marker for all")
-        return self.parse_call(text, 0, None)
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         start = skip_space(text, start)
@@ -191,6 +180,8 @@ class Harmony(CallFormat):
     """gpt-oss: messages in channels, a call as `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>`
     and a JSON object, or with the recipient first, right after the prompt. Headers of other messages are dropped."""
 
+    unmarked: tuple[Preceding, ...] = ("start", "call")
+
     @property
     def markers(self) -> tuple[str, ...]:
         return _HEADERS
@@ -198,13 +189,9 @@ class Harmony(CallFormat):
     def starts(self, text: str) -> Iterator[tuple[int, int]]:
         return ((found.start(), found.start()) for found in _HEADER.finditer(text))
 
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        if preceding == "content" or not text.startswith((_RECIPIENT, _RECIPIENT.strip())):
-            incomplete = preceding != "content" and _RECIPIENT.startswith(text)
-            raise (IncompleteCall if incomplete else MalformedCall)("it has no recipient")
-        return self.parse_call(text, 0, None)
-
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
+        if not start and not text.startswith((*_HEADERS, _RECIPIENT, _RECIPIENT.strip())):
+            raise (IncompleteCall if _RECIPIENT.startswith(text) else MalformedCall)("it has no recipient")
         if (found := _CHANNEL.match(text, start)) is None:
             unfinished = "<|message|>" not in text[start:] and len(text) - start < _MAX_HEADER
             raise (IncompleteCall if unfinished else MalformedCall)("it is no header of a message")
@@ -289,8 +276,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a
 
 @dataclass(frozen=True, slots=True)
 class Pythonic(CallFormat):
-    bare: bool = True
-    """Whether a list without markers may be the answer."""
+    unmarked: tuple[Preceding, ...] = ("start",)
 
     def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         parameters = read_parameters(schema)
@@ -300,11 +286,6 @@ class Pythonic(CallFormat):
             (f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.required) for each in parameters
         ]
         return _argument_list(lark, written)
-
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        if preceding != "start" or not self.bare:
-            raise MalformedCall("a list of calls must start the answer")
-        return _parse_list(text, skip_space(text, 0))
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         return _parse_list(text, skip_space(text, start))
@@ -709,7 +690,7 @@ FORMATS: dict[str, CallFormat] = {
         ),
         Llama3("llama3", opening="<|python_tag|>"),
         Pythonic("pythonic", opening="<|python_start|>", end="<|python_end|>"),
-        Pythonic("lfm2", opening="<|tool_call_start|>", end="<|tool_call_end|>", bare=False),
+        Pythonic("lfm2", opening="<|tool_call_start|>", end="<|tool_call_end|>", unmarked=()),
         Mistral(
             "mistral",
             short_ids=True,
@@ -718,6 +699,7 @@ FORMATS: dict[str, CallFormat] = {
         ),
         NamedCalls(
             "deepseek",
+            unmarked=("call",),
             opening="<｜tool▁calls▁begin｜>",
             end="<｜tool▁calls▁end｜>",
             head=re.compile(
@@ -728,6 +710,7 @@ FORMATS: dict[str, CallFormat] = {
         ),
         NamedCalls(
             "kimi",
+            unmarked=("call",),
             opening="<|tool_calls_section_begin|>",
             end="<|tool_calls_section_end|>",
             head=re.compile(
