@@ -28,8 +28,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from agentlightning.chat.base import ChatFormat, Message
-from agentlightning.chat.tool_calls import HERMES
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
+from agentlightning.chat.tool_calls.formats import HERMES
 from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.models import model_tokenizer
 
-from agentlightning.engine.stop_strings import StopScanner
+from agentlightning.engine.base import StopScanner
 
 
 @settings(max_examples=60)

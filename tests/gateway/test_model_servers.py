@@ -17,7 +17,7 @@ from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.engine.servers.config import ServedModel, ServersConfig
-from agentlightning.engine.servers.open import open_served_model
+from agentlightning.engine.servers.pool import open_served_model
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.app import Server
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.provider import Reply, ScriptedProvider, chat_answer
 from tests.support.provider_streams import messages_answer
 
-from agentlightning.engine.adapter_view import AdapterTable, AdapterView, AgentEngines
+from agentlightning.engine.base import AdapterTable, AdapterView, AgentEngines
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig, Price, Provider, RouteRule
 from agentlightning.gateway.errors import ApiError

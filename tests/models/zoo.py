@@ -291,7 +291,6 @@ async def lora(directory: Path) -> str:
         with torch.no_grad():
             for number, up in enumerate(adapters.by_name["shared"].up):
                 up.normal_(std=0.2, generator=torch.Generator().manual_seed(number))
-        adapters.drop_stacks()
         before = (await policy.score([tree], {"ref_logprobs"}))["ref_logprobs"][0]
         found = (await policy.score([tree], {"logprobs"}))["logprobs"][0]
         sampled = await policy.sample(prompt, SamplingParams(max_tokens=8, seed=1, ignore_eos=True))

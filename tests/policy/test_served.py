@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from agentlightning.config import TrainConfig
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServedModel, ServersConfig
-from agentlightning.engine.servers.open import open_servers
+from agentlightning.engine.servers.pool import open_servers
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.tiny import make_tiny
 from agentlightning.policy.base import Capabilities, UpdateOptions

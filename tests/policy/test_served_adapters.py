@@ -12,8 +12,7 @@ import pytest
 from tests.support.model_server import END, ScriptedModelServer, logprob_of, next_token
 from tests.support.waiting import until
 
-from agentlightning.engine.adapter_view import AgentEngines
-from agentlightning.engine.base import Sample, SamplingParams
+from agentlightning.engine.base import AgentEngines, Sample, SamplingParams
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import Capabilities

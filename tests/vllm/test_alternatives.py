@@ -20,8 +20,7 @@ from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views.rollout import show_tokens
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import ReplicaPool
+from agentlightning.engine.servers.pool import ReplicaPool, open_servers
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.server.app import Server

@@ -13,8 +13,7 @@ from agentlightning.chat.answer_grammar import AnswerShape, answer_grammar
 from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import ReplicaPool
+from agentlightning.engine.servers.pool import ReplicaPool, open_servers
 
 SCHEMA = {
     "type": "object",

@@ -19,8 +19,7 @@ from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.local.sampler import top_k_top_p_mask
 from agentlightning.engine.servers.clients.vllm import VllmServer
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import Replica, ReplicaPool
+from agentlightning.engine.servers.pool import Replica, ReplicaPool, open_servers
 from agentlightning.errors import ConfigError, ContextLengthError
 from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy

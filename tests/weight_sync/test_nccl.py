@@ -17,7 +17,7 @@ from tests.support.model_server import END, ScriptedModelServer, logprob_of, nex
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.clients.vllm import VllmProcess
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
-from agentlightning.engine.servers.open import open_servers
+from agentlightning.engine.servers.pool import open_servers
 from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.policy.base import Capabilities
 from agentlightning.policy.served import ServedPolicy

@@ -16,20 +16,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from agentlightning.chat.base import ChatFormat, ThoughtMarkers
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, beginning, containing, optional
 from agentlightning.chat.tool_calls.format import ID, CallFormat, Layout, NoGrammar, parse_answer, render_calls
 
-_GAP_PATTERN: Final = r"\s{1,4}"
+_GAP_PATTERN = r"\s{1,4}"
 """Whitespace after a thought."""
-_ID: Final = "[0-9A-Za-z]{9}"
-_OPTIONAL_ID: Final = re.compile(rf'(,\s*"id":\s*"{ID}"|\[CALL_ID\]{ID})')
+_ID = "[0-9A-Za-z]{9}"
+_OPTIONAL_ID = re.compile(rf'(,\s*"id":\s*"{ID}"|\[CALL_ID\]{ID})')
 
 
-_ANNOTATIONS: Final = ("title", "description", "$comment")
-_VALUE_KEYWORDS: Final = ("enum", "const")
+_ANNOTATIONS = ("title", "description", "$comment")
+_VALUE_KEYWORDS = ("enum", "const")
 """Keywords whose content is not a schema."""
 
 

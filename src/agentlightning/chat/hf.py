@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import io
 import json
 import logging
 import re
+import shutil
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, cast
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import jinja2
 
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.token_escaping import TokenEscaper
-from agentlightning.chat.tool_calls import FORMATS, HERMES, call_format
 from agentlightning.chat.tool_calls.format import (
     ARGUMENTS,
     IDS,
@@ -37,17 +40,16 @@ from agentlightning.chat.tool_calls.format import (
     parse_answer,
     probe_layout,
 )
-from agentlightning.chat.tool_calls.formats import response_template_format
+from agentlightning.chat.tool_calls.formats import FORMATS, HERMES, call_format, response_template_format
 from agentlightning.errors import ConfigError, MissingExtraError
 from agentlightning.util.templates import TemplateLimitError, bounded, check_length
 
-LONG: Final = 4096
+LONG = 4096
 """Characters from which a text is encoded without the interpreter lock; for shorter texts, releasing it costs more."""
-PIECE: Final = 32 * 1024
+PIECE = 32 * 1024
 """Characters encoded at once when tokens are only counted."""
-_SLACK: Final = 16
+_SLACK = 16
 """The most tokens that a cut between two pieces adds."""
-_PROBE: Final = "x \n\t  y\n\n\n z"
 
 
 def _piece_end(text: str, start: int) -> int:
@@ -59,7 +61,7 @@ def _piece_end(text: str, start: int) -> int:
     return space if space > 0 else end
 
 
-_TEMPLATE_ERRORS: Final = (
+_TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
     ValueError,
@@ -67,9 +69,9 @@ _TEMPLATE_ERRORS: Final = (
     AttributeError,
     RecursionError,
 )
-_TRAILING_MARKER: Final = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
+_TRAILING_MARKER = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
 """A marker at the end of a prompt."""
-_RESERVED: Final = frozenset(
+_RESERVED = frozenset(
     {
         *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
         *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -77,12 +79,12 @@ _RESERVED: Final = frozenset(
     }
 )
 """Parameters of transformers that are no template variables."""
-_MAX_VIEWS: Final = 64
-_LONG_IDS: Final = ("call_probe1",)
-IN_MESSAGES: Final = "messages"
-BY_TEMPLATE: Final = "template"
-_THOUGHT_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-_PROBE_TOOL: Final = {
+_MAX_VIEWS = 64
+_LONG_IDS = ("call_probe1",)
+IN_MESSAGES = "messages"
+BY_TEMPLATE = "template"
+_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+_PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": KEY,  # Some templates write names and no descriptions.
@@ -90,15 +92,15 @@ _PROBE_TOOL: Final = {
         "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": []},
     },
 }
-_QUESTION: Final[Message] = {"role": "user", "content": "?"}
-_logger: Final = logging.getLogger(__name__)
+_QUESTION: Message = {"role": "user", "content": "?"}
+_logger = logging.getLogger(__name__)
 
 
 class HFChatFormat(ChatFormat):
     """`ChatFormat` over a transformers tokenizer.
 
     `eos_token_ids` are added to those of the tokenizer, its `generation_config.json` and its template. `tool_calls`
-    names the tool-call format (a key of `tool_calls.FORMATS`); None detects it, and writes tools into the messages
+    names the tool-call format (a key of `FORMATS`); None detects it, and writes tools into the messages
     where the template has no place for them. "messages" always does that, "template" never: tools are then refused.
     Raises ConfigError if the tokenizer has no chat template, no fast form or no end-of-turn token, and for an unknown
     format.
@@ -236,24 +238,12 @@ class HFChatFormat(ChatFormat):
         text = self.unescape(text)
         if len(text) <= limit:
             return 0
-        bound = len(text) // self._max_token_length if self._max_token_length else 0
-        if bound > limit:
-            return bound
         count, position = 0, 0
         while position < len(text) and count <= limit:
             end = _piece_end(text, position)
             count += max(0, len(self._encode(text[position:end])) - _SLACK)
             position = end
         return count
-
-    @cached_property
-    def _max_token_length(self) -> int:
-        """Characters of the longest token, with a margin for normalisation; 0 if whitespace may vanish, so that the
-        number of characters bounds nothing."""
-        if _PROBE not in cast("str", self._tokenizer.decode(self._encode(_PROBE))):
-            return 0
-        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-        return longest if self._backend.normalizer is None else 4 * longest
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """See `ChatFormat.decode`. Invalid UTF-8 becomes U+FFFD."""
@@ -489,7 +479,7 @@ def _load_chat_format(model: str, tool_calls: str | None, eos_token_ids: Sequenc
 # is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in an assistant's turn; results follow as a turn of the
 # user, each between `<tool_response>` and `</tool_response>`.
 
-OFFER: Final = """\
+OFFER = """\
 You can call tools. They are listed here, one JSON object a line:
 <tools>
 {tools}
@@ -561,3 +551,47 @@ def _joined(first: Any, second: Any, between: str = "\n\n") -> Any:
         return f"{first}{between}{second}" if first and second else first or second
     lists = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
     return [*lists[0], *lists[1]]
+
+
+# -- tokenizers as bytes -----------------------------------------------------------------------------------------------
+
+# A tokenizer as bytes: what another machine needs to render and tokenize conversations exactly as this one does.
+
+MAX_BYTES = 256 * 1024 * 1024
+"""The most that an archive unpacks to."""
+PROBE = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 3? Grüße, 你好."},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "And twice that?"},
+)
+"""A conversation that both machines must tokenize alike."""
+
+
+def probe_tokens(chat: ChatFormat) -> list[int]:
+    """The tokens of `PROBE`, without its system message where the template has no place for one."""
+    try:
+        return chat.encode(chat.render(list(PROBE)))
+    except ConfigError:
+        return chat.encode(chat.render(list(PROBE[1:])))
+
+
+def pack_tokenizer(chat: ChatFormat) -> bytes:
+    """The files of a tokenizer, as a ZIP archive. Raises ConfigError for a chat format of another kind."""
+    if not isinstance(chat, HFChatFormat):
+        raise ConfigError(f"{type(chat).__name__} is no tokenizer of transformers, and cannot be sent to a server")
+    with TemporaryDirectory(prefix="agl-tokenizer-") as directory:
+        files = Path(directory) / "tokenizer"
+        chat.save_tokenizer(files)
+        return Path(shutil.make_archive(str(files), "zip", files)).read_bytes()
+
+
+def unpack_tokenizer(packed: bytes, directory: Path) -> None:
+    """Write the files of `pack_tokenizer` below `directory`. Raises ConfigError for anything else."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            if (size := sum(entry.file_size for entry in archive.infolist())) > MAX_BYTES:
+                raise ConfigError(f"the tokenizer unpacks to {size} bytes, and this server takes {MAX_BYTES}")
+            archive.extractall(directory)  # It keeps every path below the directory.
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise ConfigError(f"the archive of the tokenizer cannot be read: {error}") from error

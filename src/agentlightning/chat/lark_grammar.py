@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
-ANY: Final = "(?s:.*)"
+ANY = "(?s:.*)"
 """Pattern of any text. No pattern matches a marker."""
-_JSON_SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Fixed spacing of JSON: with free spacing, a weak model may write whitespace forever."""
-_META: Final = frozenset("\\.+*?()|[]{}^$#&-~/")
-_ESCAPES: Final = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+_META = frozenset("\\.+*?()|[]{}^$#&-~/")
+_ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 class LarkGrammar:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from agentlightning.chat.base import Message
 from agentlightning.errors import DatasetError
@@ -18,10 +18,10 @@ from agentlightning.errors import DatasetError
 ReadContent = Callable[[str, Any], Any]
 """Reads the content at a place, such as `messages[0].content`, into what a message holds."""
 
-TEXT_FIELDS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a text part -> the field with its text."""
-_THOUGHT_FIELDS: Final = {"thinking": "thinking", "reasoning": "text"}
-_THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT_FIELDS = {"thinking": "thinking", "reasoning": "text"}
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def read_conversation(messages: Any, tools: Any = None, where: str = "") -> tuple[list[Message], list[Message] | None]:
@@ -121,7 +121,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": called}
 
 
-_SPACED: Final = (", ", ": ")
+_SPACED = (", ", ": ")
 
 
 def arguments_text(value: Any, separators: tuple[str, str] = (",", ":")) -> str:
@@ -160,7 +160,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_SPOKEN: Final = ("text", "reasoning")
+_SPOKEN = ("text", "reasoning")
 
 
 # -- recorded in spans -------------------------------------------------------------------------------------------------

@@ -10,17 +10,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final
 
 from agentlightning.chat.base import ChatFormat, Message, ThoughtMarkers
 from agentlightning.errors import ConfigError
 
-_PROBE: Final = "agentlightning probe"
-_TAG: Final = r"(<[^<>]+>|\[[^\[\]]+\])"
-_BEFORE: Final = re.compile(_TAG + r"\s*\Z")
-_CHANNEL: Final = re.compile(r"<\|channel\|>\w+<\|message\|>")
-_THINK: Final = ThoughtMarkers("<think>", "</think>", False)
-_AFTER: Final = re.compile(r"\A\s*" + _TAG)
+_PROBE = "agentlightning probe"
+_TAG = r"(<[^<>]+>|\[[^\[\]]+\])"
+_BEFORE = re.compile(_TAG + r"\s*\Z")
+_CHANNEL = re.compile(r"<\|channel\|>\w+<\|message\|>")
+_THINK = ThoughtMarkers("<think>", "</think>", False)
+_AFTER = re.compile(r"\A\s*" + _TAG)
 
 
 @lru_cache(maxsize=64)

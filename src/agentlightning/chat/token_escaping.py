@@ -17,7 +17,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from agentlightning.chat.base import Message
 from agentlightning.chat.tool_calls.format import Tools
@@ -25,9 +25,9 @@ from agentlightning.util.json_values import dumps
 
 Encode = Callable[[str], list[int]]
 
-_NONCE: Final = f"agl{secrets.token_hex(12)}x"
-_PLACEHOLDER: Final = re.compile(_NONCE + r"(\d+)q")
-_PREFIX: Final = 2
+_NONCE = f"agl{secrets.token_hex(12)}x"
+_PLACEHOLDER = re.compile(_NONCE + r"(\d+)q")
+_PREFIX = 2
 """Length of the marker prefixes used for a quick test that a text contains no marker."""
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from agentlightning.chat.base import ChatFormat
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.util.kept_sets import KeptSets
+from agentlightning.util.settings import Section
 
 ConstraintKind = Literal["json_schema", "grammar"]
 """The fields of `SamplingParams` that constrain the form of an answer."""
@@ -27,17 +29,17 @@ OnTokens = Callable[..., None]
 """Callback for new tokens: `on_tokens(token_ids)`, or with `SamplingParams.stream_logprobs`
 `on_tokens(token_ids, logprobs, top_logprobs)`, each as in `Sample`."""
 
-DISTRIBUTION_PARAMS: Final = (
+DISTRIBUTION_PARAMS = (
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"),
     *("json_schema", "grammar"),
 )
 """Fields of `SamplingParams` beyond temperature, top_p and top_k that change the distribution. Not every engine
 supports them, and no loss can correct for them."""
-TERMINATION_PARAMS: Final = ("stop_token_ids", "ignore_eos")
+TERMINATION_PARAMS = ("stop_token_ids", "ignore_eos")
 """Fields that decide when an answer ends. Not every engine supports them."""
 
-_MOST: Final = 2**31 - 1
-RANGES: Final[Mapping[str, tuple[float, float]]] = {
+_MOST = 2**31 - 1
+RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "top_k": (0, _MOST),
@@ -137,7 +139,7 @@ class SamplingParams:
         return (frozenset() if self.ignore_eos else eos_token_ids) | frozenset(self.stop_token_ids)
 
 
-_DEFAULT: Final = SamplingParams()
+_DEFAULT = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,3 +233,165 @@ def room_for_answer(prompt: Sequence[int], context_length: int, max_tokens: int 
         )
     room = context_length - len(prompt)
     return min(room, max_tokens or room)
+
+
+# -- stop strings ------------------------------------------------------------------------------------------------------
+
+# Incremental search for stop strings in a growing answer, without decoding it from the start again.
+
+REPLACEMENT = "�"
+"""What a decoder writes for bytes that do not form a whole character yet."""
+MAX_CHARACTER_TOKENS = 4
+"""UTF-8 characters have at most this many bytes, and so at most this many tokens."""
+
+
+class StopScanner:
+    """Scans one answer. `decode` turns token ids into text."""
+
+    def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._stops = tuple(stops)
+        self._decode = decode
+        self._overlap = max(len(stop) for stop in stops) - 1
+        self._tail = ""
+        """The last `_overlap` characters of the scanned text."""
+        self._window: list[int] = []
+        self._scanned = 0
+        """Number of leading tokens of the window already scanned; they stay as context for decoders that need it."""
+
+    def push(self, token: int) -> bool:
+        """Append the next token; True once the text contains a stop string."""
+        self._window.append(token)
+        scanned = self._decode(self._window[: self._scanned]) if self._scanned else ""
+        new = self._decode(self._window)[len(scanned) :]
+        text = self._tail + new
+        if any(stop in text for stop in self._stops):
+            return True
+        complete = bool(new) and not new.endswith(REPLACEMENT)
+        if complete or len(self._window) - self._scanned >= MAX_CHARACTER_TOKENS:
+            self._tail = text[max(0, len(text) - self._overlap) :]
+            self._window = self._window[self._scanned :]
+            self._scanned = len(self._window)
+        return False
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+# Engines that answer some agents with weights of their own: adapters over one model.
+#
+# The adapters of an engine share its queue, batches and updates. What differs is the model name they are requested by,
+# the version of their weights, and what samples.
+
+
+class AdapterTable(Section):
+    """Which adapters answer which agents. None as an adapter stands for the weights below them."""
+
+    own: str | None = None
+    """The adapter of the engine itself."""
+    views: Mapping[str, str | None] = {}
+    """Model name -> adapter, of what answers single agents."""
+    agents: Mapping[str, str] = {}
+    """Agent -> model name: the engine's, or one of `views`."""
+    others: str = ""
+    """The model name for all other agents."""
+
+
+class AgentEngines:
+    """The part of an `Engine` that answers some agents with other weights than its own, as its `table` says."""
+
+    model: str
+    table = AdapterTable()
+
+    def version_of(self, adapter: str | None) -> int:
+        """The version of an adapter's weights; see `Engine.policy_version`, which is that of the newest."""
+        raise NotImplementedError
+
+    async def sample_adapter(
+        self,
+        adapter: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """`sample` from an adapter."""
+        raise NotImplementedError
+
+    @cached_property
+    def views(self) -> Mapping[str, Engine]:
+        """The engines of these weights, by the model names that agents may request them by."""
+        return {model: AdapterView(self, model, adapter) for model, adapter in self.table.views.items()}
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """The version of the weights behind each of these names, and behind its own."""
+        adapters = {self.model: self.table.own, **self.table.views}
+        return {model: self.version_of(adapter) for model, adapter in adapters.items()}
+
+    def for_agent(self, agent: str | None) -> Engine:
+        """What answers the calls of an agent: this engine, or one of `views`."""
+        return self.views.get(self.table.agents.get(agent or "", self.table.others), cast("Engine", self))
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """See `Engine.sample`."""
+        return await self.sample_adapter(self.table.own, prompt_token_ids, params, on_tokens, affinity=affinity)
+
+
+class EngineWrapper:
+    """What an engine that samples through another has in common with it."""
+
+    @property
+    def engine(self) -> Engine:
+        """The other one."""
+        raise NotImplementedError
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.context_length
+
+    @property
+    def chat(self) -> ChatFormat:
+        return self.engine.chat
+
+    @property
+    def supported_params(self) -> frozenset[str]:
+        return self.engine.supported_params
+
+    async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
+        """See `Engine.can_enforce`."""
+        return await self.engine.can_enforce(text, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterView(EngineWrapper):
+    """An `Engine` that samples from one adapter of another."""
+
+    agents: AgentEngines
+    model: str
+    adapter: str | None
+
+    @property
+    def engine(self) -> Engine:
+        return cast("Engine", self.agents)
+
+    @property
+    def policy_version(self) -> int:
+        return self.agents.version_of(self.adapter)
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Sample:
+        """See `Engine.sample`."""
+        return await self.agents.sample_adapter(self.adapter, prompt_token_ids, params, on_tokens, affinity=affinity)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Final
 
 from agentlightning.util.ragged_text import ragged_from_text, ragged_to_text
 
 Row = tuple[tuple[int, float], ...]
 """(token, natural log-probability), the likeliest first."""
-MAX_ROW: Final = 1024
+MAX_ROW = 1024
 """The most tokens of a row."""
-LOWEST: Final = -60000.0
+LOWEST = -60000.0
 """What float16 can hold."""
 
 

@@ -18,8 +18,7 @@ from typing import Any, Final
 from agentlightning import span as names
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.reasoning import find_reasoning_markers
-from agentlightning.engine.adapter_view import AdapterView
-from agentlightning.engine.base import Engine, Sample, SamplingParams
+from agentlightning.engine.base import AdapterView, Engine, Sample, SamplingParams
 from agentlightning.engine.likeliest_tokens import likeliest_to_text
 from agentlightning.engine.servers.joining import JoinRequest
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, PolicyError

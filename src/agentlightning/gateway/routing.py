@@ -28,8 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agentlightning.attempt_address import AGENT_BAGGAGE, JUDGE_HEADER
-from agentlightning.engine.adapter_view import AgentEngines
-from agentlightning.engine.base import Engine
+from agentlightning.engine.base import AgentEngines, Engine
 from agentlightning.engine.servers.joining import RENEW_SECONDS
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.gateway.answer import object_of, objects

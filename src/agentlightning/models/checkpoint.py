@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -192,7 +192,7 @@ def flush_file(path: Path) -> None:
 # Calls of a model: the name of the argument for its key-value cache, and what it raises where it cannot be used, which
 # is a typed error when it is opened in place of any other at the first call.
 
-FORWARD_ERRORS: Final = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
+FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
 """What the forward pass of a model raises for inputs that it does not know."""
 
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +25,15 @@ from agentlightning.models import OUTPUT_HEAD, Precision, checkpoint
 
 # What reading and writing GGUF have in common: how a tokenizer divides text, and how positions are scaled.
 
-LLAMA3_ROPE: Final = {
+LLAMA3_ROPE = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 """How Llama 3.1 and later scale positions, but for the factor."""
-CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-REST: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _split(numbers: str) -> Any:
@@ -45,8 +45,8 @@ def _split(numbers: str) -> Any:
     )
 
 
-_GPT2: Final[Any] = pre_tokenizers.ByteLevel(add_prefix_space=False)
-PRE_TOKENIZERS: Final[dict[str, Any]] = {
+_GPT2: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PRE_TOKENIZERS: dict[str, Any] = {
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
     "llama-bpe": _split(r"\p{N}{1,3}"),
     "qwen2": _split(r"\p{N}"),
@@ -70,13 +70,13 @@ def rope_factors(config: Any) -> torch.Tensor:
 # The reader of transformers does most of it. What it would read wrongly without a word (another family of models,
 # scaled positions, an unknown division of text into words) is refused here, by name.
 
-READ_FAMILIES: Final = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+READ_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 """Values of `general.architecture` that are read."""
 TOKENIZER, WORDS, TURN_END = (f"tokenizer.ggml.{name}" for name in ("model", "pre", "eot_token_id"))
-OWN_HEADS: Final = ("qwen3", "gemma2", "gemma3")
+OWN_HEADS = ("qwen3", "gemma2", "gemma3")
 """Families for whose width of a head the reader takes a default, whatever the file says."""
-HEAD: Final = "attention.key_length"
-DAMAGED: Final = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, NotImplementedError)
+HEAD = "attention.key_length"
+DAMAGED = (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, NotImplementedError)
 """What the readers raise for a file that is cut short or no GGUF."""
 
 
@@ -168,10 +168,10 @@ def _set_tokens(model: Any, tokenizer: Any, fields: dict[str, Any]) -> None:
 # tokenizer is a byte-level BPE. What cannot be written is refused by name. The names of tensors are those of the `gguf`
 # package.
 
-WRITTEN_FAMILIES: Final = ("llama", "qwen2", "qwen3")
-FILE_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 7}
+WRITTEN_FAMILIES = ("llama", "qwen2", "qwen3")
+FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7}
 """Values of `general.file_type`."""
-OTHER_WAY: Final = "export it with --to gguf-ready for llama.cpp's own converter"
+OTHER_WAY = "export it with --to gguf-ready for llama.cpp's own converter"
 
 
 def write_gguf(source: Path, path: Path, precision: Precision) -> None:

@@ -3,17 +3,13 @@
     y = W x + (alpha / r) B A x        A [r, in], B [out, r]; B starts at 0, so that a new adapter changes nothing
 
 The model is not rewritten: its layers have forward hooks, and its own weights keep their names and files. A forward
-pass runs with one adapter (`use`), or with one for each row of the batch (`use_rows`): the matrices of all adapters are
-then concatenated along r, and what does not belong to a row's adapter is set to 0 between A and B, so that a batch
-costs two matrix products a layer, whatever it mixes.
+pass runs with one adapter (`use`), or with one for each row of the batch (`use_rows`): each then changes its own rows.
 
 On disk they have the format of the peft library, which transformers and vLLM load:
 
     DIR/adapter_config.json, adapter_model.safetensors     the adapter of the policy itself, where it has one
     DIR/adapters/AGENT/...                                 those of single agents, each a directory of the same kind
     DIR/agents.json                                        which agent learns what
-
-Shapes: N rows, K adapters, R the sum of their r.
 """
 
 from __future__ import annotations
@@ -22,10 +18,9 @@ import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 from urllib.parse import quote
 from warnings import catch_warnings
 from zlib import crc32
@@ -79,29 +74,11 @@ class Adapter(nn.Module):
     def scale(self) -> float:
         return self.alpha / self.r
 
-    def matrices(self, layer: str) -> tuple[Tensor, Tensor] | None:
-        """A and B of a layer; None where it has none."""
-        index = self.layers.get(layer)
-        return None if index is None else (self.down[index], self.up[index])
-
-    def change(self, layer: str, x: Tensor) -> Tensor | None:
-        """What it adds to the output of a layer for the input `x`."""
-        if (found := self.matrices(layer)) is None:
-            return None
-        down, up = found
+    def change(self, layer: str, x: Tensor) -> Tensor:
+        """What it adds to the output of one of its layers for the input `x`."""
+        index = self.layers[layer]
+        down, up = self.down[index], self.up[index]
         return functional.linear(functional.linear(x, down.to(x.dtype)), (up * self.scale).to(x.dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """The matrices of all adapters for one layer."""
-
-    down: Tensor
-    """[R, in]"""
-    up: Tensor
-    """[out, R], scaled."""
-    owner: Tensor
-    """The adapter of each of the R rows of `down`, by its number."""
 
 
 class Adapters:
@@ -111,9 +88,8 @@ class Adapters:
         self.model = model
         self.by_name: dict[str, Adapter] = {}
         self._hooked: set[str] = set()
-        self._selected: Adapter | Tensor | None = None
-        """The adapter of all rows; or of each row, as its number, -1 for none."""
-        self._stacks: dict[str, _Stack] = {}
+        self._selected: Sequence[tuple[Adapter, Tensor | None]] = ()
+        """The adapters in use, each with its rows; None: all."""
 
     def add(
         self,
@@ -148,32 +124,26 @@ class Adapters:
             layers[layer].register_forward_hook(partial(self._add_change, layer))
             self._hooked.add(layer)
         self.by_name[name] = adapter
-        self.drop_stacks()
         return adapter
 
     def remove(self, name: str) -> None:
         """Forget an adapter. No forward pass may name it any more."""
         del self.by_name[name]
-        self.drop_stacks()
 
     def use(self, name: str | None) -> AbstractContextManager[None]:
         """All rows of the forward passes within use this adapter; None: none."""
-        return self._selecting(None if name is None else self.by_name[name])
+        return self._selecting(() if name is None else ((self.by_name[name], None),))
 
     def use_rows(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
-        """Row i of the forward passes within uses adapter `names[i]`; no gradients."""
+        """Row i of the forward passes within uses adapter `names[i]`."""
         if len(set(names)) == 1:
             return self.use(names[0])
-        numbers = {name: number for number, name in enumerate(self.by_name)}
-        rows_N = torch.tensor([-1 if name is None else numbers[name] for name in names], device=self.model.device)
-        return self._selecting(rows_N)
-
-    def drop_stacks(self) -> None:
-        """Forget what was derived from the matrices; call it after they change."""
-        self._stacks.clear()
+        rows = {each: [i for i, name in enumerate(names) if name == each] for each in names if each is not None}
+        device = self.model.device
+        return self._selecting([(self.by_name[name], torch.tensor(own, device=device)) for name, own in rows.items()])
 
     @contextmanager
-    def _selecting(self, selected: Adapter | Tensor | None) -> Generator[None]:
+    def _selecting(self, selected: Sequence[tuple[Adapter, Tensor | None]]) -> Generator[None]:
         before, self._selected = self._selected, selected
         try:
             yield
@@ -181,29 +151,11 @@ class Adapters:
             self._selected = before
 
     def _add_change(self, layer: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        selected = self._selected
-        if selected is None:
-            return output
-        if isinstance(selected, Adapter):
-            change = selected.change(layer, args[0])
-            return output if change is None else output + change
-        stack = self._stacks.get(layer) or self._stack(layer, output.dtype)
-        hidden_NQR = functional.linear(args[0], stack.down)
-        own_NR = selected.unsqueeze(1) == stack.owner
-        return output + functional.linear(hidden_NQR * own_NR.unsqueeze(1), stack.up)
-
-    def _stack(self, layer: str, dtype: torch.dtype) -> _Stack:
-        downs: list[Tensor] = []
-        ups: list[Tensor] = []
-        owner: list[int] = []
-        for number, adapter in enumerate(self.by_name.values()):
-            if (found := adapter.matrices(layer)) is not None:
-                downs.append(found[0].detach())
-                ups.append(found[1].detach() * adapter.scale)
-                owner += [number] * adapter.r
-        owners = torch.tensor(owner, device=self.model.device)
-        self._stacks[layer] = stack = _Stack(torch.cat(downs).to(dtype), torch.cat(ups, dim=1).to(dtype), owners)
-        return stack
+        for adapter, rows in self._selected:
+            if layer in adapter.layers:
+                change = adapter.change(layer, args[0] if rows is None else args[0][rows])
+                output = output + change if rows is None else output.index_add(0, rows, change)
+        return output
 
 
 def find_layers(model: PreTrainedModel, targets: Sequence[str] | None = None) -> dict[str, nn.Linear]:
@@ -273,10 +225,10 @@ def _ends_with(name: str, target: str) -> bool:
 
 # -- files -----------------------------------------------------------------------------------------------------------
 
-CONFIG: Final = "adapter_config.json"
-WEIGHTS: Final = "adapter_model.safetensors"
-AGENTS: Final = "agents.json"
-PREFIX: Final = "base_model.model."
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+AGENTS = "agents.json"
+PREFIX = "base_model.model."
 """What peft writes before the name of a layer."""
 
 

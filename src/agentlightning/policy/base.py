@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol
 
 from agentlightning.engine.base import Engine
 from agentlightning.errors import ConfigError
@@ -16,11 +16,11 @@ from agentlightning.policy.losses import LossSetting
 from agentlightning.policy.mismatch import MismatchSetting
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
-ScoreColumn: TypeAlias = Literal["logprobs", "ref_logprobs", "values", "entropy", "average_logprobs"]
-Sharing: TypeAlias = Literal["auto", "rows", "merged", "shared"]
-Columns: TypeAlias = Mapping[str, Sequence[tuple[FloatArray, ...]]]
+ScoreColumn = Literal["logprobs", "ref_logprobs", "values", "entropy", "average_logprobs"]
+Sharing = Literal["auto", "rows", "merged", "shared"]
+Columns = Mapping[str, Sequence[tuple[FloatArray, ...]]]
 """By name, for each tree a column as `TrainingSample` has them."""
-Metrics: TypeAlias = Mapping[str, float]
+Metrics = Mapping[str, float]
 """What an update or a step measures, by name."""
 
 
@@ -54,7 +54,7 @@ class UpdateOptions:
             raise ConfigError(f"minibatches={self.minibatches} and token_budget={self.token_budget} must be at least 1")
 
 
-UPDATE: Final = UpdateOptions()
+UPDATE = UpdateOptions()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from agentlightning.engine.adapter_view import AdapterTable
+from agentlightning.engine.base import AdapterTable
 from agentlightning.engine.servers.config import ENGINES, ServersConfig, smallest_lora_rank
 from agentlightning.errors import ConfigError
 from agentlightning.models import SHARED
@@ -22,7 +22,7 @@ from agentlightning.util.plugins import Registry
 from agentlightning.util.settings import AtLeastOne, Named, PositiveShare, Section, by_type
 from agentlightning.weight_sync.transfer import AUTO, DISK
 
-OPENED: Final = "agentlightning.policy.open:open_policy"
+OPENED = "agentlightning.policy.open:open_policy"
 BACKENDS = Registry("backends", "backend", known={"local": OPENED, "fsdp": OPENED, "tinker": None})
 
 
@@ -112,9 +112,9 @@ def default_lr(weights: int, objective: Objective = "reinforcement") -> float:
 
 # -- adapters --------------------------------------------------------------------------------------------------------
 
-BASE: Final = "base"
+BASE = "base"
 """The name that stands for the weights below all adapters."""
-LR_FACTOR: Final = 10.0
+LR_FACTOR = 10.0
 """The default learning rate of an adapter, as a multiple of that of all weights (Schulman et al. 2025, "LoRA without
 regret")."""
 
@@ -144,7 +144,7 @@ class Lora(Section):
         return 2.0 * self.r if self.alpha is None else self.alpha
 
 
-AgentSetting: TypeAlias = Annotated[Lora | Literal["frozen", "shared"], Field(union_mode="left_to_right")]
+AgentSetting = Annotated[Lora | Literal["frozen", "shared"], Field(union_mode="left_to_right")]
 """What the calls of an agent train: an adapter of its own, nothing, or what all `shared` agents train together."""
 
 
@@ -245,7 +245,7 @@ def _text_of_path(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-ModelName: TypeAlias = Annotated[str, BeforeValidator(_text_of_path)]
+ModelName = Annotated[str, BeforeValidator(_text_of_path)]
 
 
 class ModelSettings(Section):

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import cast
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.adapter_view import AgentEngines
+from agentlightning.engine.base import AgentEngines
 from agentlightning.policy.base import (
     UPDATE,
     Columns,

@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.engine.adapter_view import AgentEngines
 from agentlightning.engine.base import (
     DISTRIBUTION_PARAMS,
     TERMINATION_PARAMS,
+    AgentEngines,
     ConstraintKind,
     OnTokens,
     Sample,
@@ -40,10 +40,9 @@ from agentlightning.policy.base import UPDATE, Capabilities, Columns, Metrics, S
 from agentlightning.policy.config import LocalPolicyConfig, adapter_table
 from agentlightning.policy.model_loading import find_device, load_model, usable_context_length, with_adapters_of
 from agentlightning.policy.update.updater import LocalLearner, Updater
-from agentlightning.policy.update.value_head import NO_HEAD
 from agentlightning.trajectory import TokenTree, TrainingSample
 
-RANK_STATE: Final = "ranks"
+RANK_STATE = "ranks"
 """In the training state of a policy that several processes train (`policy.fsdp`): the steps that they have taken."""
 
 
@@ -175,16 +174,10 @@ class LocalPolicy(AgentEngines):
         """See `Policy.score`. The model in `reference` is loaded beside the policy, may have another shape, and stays
         until two others are. Where adapters are trained, the weights below them are the reference unless another is
         given."""
-        if "values" in what and self._learner.value_head is None:
-            raise PolicyError(f'"values" need a critic: {NO_HEAD}')
-        if "ref_logprobs" in what and reference is None and not self.config.adapters:
-            raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
-        return await self._scores(trees, what, reference, adapter)
+        return await self._score(list(trees), frozenset(what), reference, adapter)
 
-    async def _scores(
-        self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
-    ) -> Columns:
-        return await self._engine.run(lambda: self._learner.score(trees, what, reference, adapter))
+    async def _score(self, *asked: Any) -> Columns:
+        return await self._engine.run(lambda: self._learner.score(*asked))
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self._engine.run(lambda: self._save(Path(directory), training_state))
@@ -213,7 +206,6 @@ class LocalPolicy(AgentEngines):
 
     def _set_version(self, version: int, names: Iterable[str | None]) -> None:
         """The weights of these names have changed."""
-        self._learner.adapters.drop_stacks()
         self._version = version
         for name in names:
             if name is None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -46,7 +46,7 @@ VALUES = "values"
 RETURNS = "returns"
 """The column of what the value head learns to predict."""
 
-Stream: TypeAlias = Literal["policy_gradient", "cross_entropy", "reference_kl"]
+Stream = Literal["policy_gradient", "cross_entropy", "reference_kl"]
 WEIGHTS = "weights"
 CORRECTED_WEIGHTS = "corrected_weights"
 """`weights` times the correction of the difference between sampler and trainer (`policy.mismatch`)."""
@@ -626,7 +626,7 @@ def _moments(old: Tensor, returns: Tensor) -> dict[str, Tensor]:
     return dict(zip(MOMENTS, values, strict=True))
 
 
-Estimator: TypeAlias = Literal["k1", "k2", "k3", "unbiased"]
+Estimator = Literal["k1", "k2", "k3", "unbiased"]
 
 
 @register
@@ -896,12 +896,12 @@ class SimPOLoss(PreferenceLoss):
         return -logsigmoid(self.beta * margin - self.gamma)
 
 
-OneLoss: TypeAlias = Annotated[TokenLoss, Chosen(LOSSES)]
-Loss: TypeAlias = OneOrSeveral[OneLoss]
+OneLoss = Annotated[TokenLoss, Chosen(LOSSES)]
+Loss = OneOrSeveral[OneLoss]
 """The setting `loss`: a loss, its name, or a list of them, which add up."""
 
-AnyLoss: TypeAlias = str | Mapping[str, Any] | TokenLoss | type[TokenLoss]
-LossSetting: TypeAlias = AnyLoss | Sequence[AnyLoss]
+AnyLoss = str | Mapping[str, Any] | TokenLoss | type[TokenLoss]
+LossSetting = AnyLoss | Sequence[AnyLoss]
 
 
 def token_losses(setting: LossSetting) -> tuple[TokenLoss, ...]:

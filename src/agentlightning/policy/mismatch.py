@@ -139,10 +139,10 @@ for each in (NoCorrection, Truncation, IcePop, GeometricMask, SequenceMask):
 DEFAULT: tuple[Correction, ...] = (Truncation(),)
 
 
-Mismatch: TypeAlias = OneOrSeveral[Annotated[Correction, Chosen(CORRECTIONS)]]
+Mismatch = OneOrSeveral[Annotated[Correction, Chosen(CORRECTIONS)]]
 """The setting `mismatch`: a correction, its name, or a list of them, which multiply."""
 
-MismatchSetting: TypeAlias = str | Mapping[str, Any] | Correction | Sequence[str | Mapping[str, Any] | Correction]
+MismatchSetting = str | Mapping[str, Any] | Correction | Sequence[str | Mapping[str, Any] | Correction]
 
 
 def corrections(setting: MismatchSetting) -> tuple[Correction, ...]:
@@ -230,7 +230,7 @@ def _sums(values: Any, group: Groups) -> tuple[Any, Any]:
 # v_prox = v_theta - 1 the one that it starts from, v_sampled that of the token, and no gradient flows through prox. A
 # token of the present version has a = 0. Needs no torch.
 
-Proximal: TypeAlias = Literal["behavior", "pass", "interpolate"]
+Proximal = Literal["behavior", "pass", "interpolate"]
 """The setting `proximal`."""
 
 

@@ -7,7 +7,7 @@ import math
 import time
 import timeit
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import BaseModel, Field
@@ -22,11 +22,11 @@ from agentlightning.policy.config import AgentSetting, LocalPolicyConfig, Lora
 
 logger = logging.getLogger(__name__)
 
-CORES: Final = torch.get_num_threads()
+CORES = torch.get_num_threads()
 """The threads that torch chooses: physical cores, or what OMP_NUM_THREADS says."""
-PROBE_SECONDS: Final = 0.5
+PROBE_SECONDS = 0.5
 """How long `fastest_threads` tries, one turn at least."""
-LARGE: Final = 50_000_000
+LARGE = 50_000_000
 """Weights from which a model gains from bfloat16 and from threads: SmolLM2-135M does, the models of tests do not."""
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.config import ServedModel
@@ -30,7 +30,7 @@ from agentlightning.policy.config import (
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.settings import settings_from
 
-TINY_CONTEXT: Final = 4096
+TINY_CONTEXT = 4096
 """Tokens that a model named `tiny` has room for. Its tokens are bytes, and few answers end by themselves."""
 
 
@@ -60,7 +60,7 @@ def follow_trainer(settings: ModelSettings) -> None:
     """Where torchrun has started this process as another rank than the first: train with that until it ends, and end
     this process."""
     if settings.kind == "fsdp" and os.environ.get("RANK", "0") != "0":
-        from agentlightning.policy.fsdp.group import follow
+        from agentlightning.policy.fsdp.policy import follow
 
         follow(settings)
 
@@ -172,7 +172,7 @@ async def open_models(
             stack.push_async_callback(policy.close)
             opened[name] = policy
         else:
-            from agentlightning.engine.servers.open import open_served_model
+            from agentlightning.engine.servers.pool import open_served_model
 
             opened |= await open_served_model(given, name, stack, logs / f"servers-{name}")
     return opened

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool, WeightSource
+from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool, WeightSource, open_servers
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import (
@@ -41,10 +40,10 @@ from agentlightning.weight_sync.transfer import AUTO, DISK, WeightOwner, select_
 if TYPE_CHECKING:
     from agentlightning.policy.local import LocalPolicy
 
-GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=4)
-PROBE_MESSAGES: Final = ({"role": "user", "content": "What is 2 + 3?"},)
-OTHER_MODEL: Final = "it must serve the model below the adapters (policy.model): "
-OTHER_ADAPTER: Final = "with an adapter: "
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+PROBE_MESSAGES = ({"role": "user", "content": "What is 2 + 3?"},)
+OTHER_MODEL = "it must serve the model below the adapters (policy.model): "
+OTHER_ADAPTER = "with an adapter: "
 
 
 @dataclass(eq=False, repr=False)

@@ -28,8 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentlightning.chat.hf import HFChatFormat, load_chat_format
-from agentlightning.chat.tokenizer_archive import probe_tokens, unpack_tokenizer
+from agentlightning.chat.hf import HFChatFormat, load_chat_format, probe_tokens, unpack_tokenizer
 from agentlightning.engine.base import ConstraintKind, EngineUnavailableError, OnTokens, Sample, SamplingParams
 from agentlightning.engine.servers.clients.http import PROBE_PROMPT, ModelServerError, SampleRequest
 from agentlightning.engine.servers.joining import (
@@ -41,8 +40,7 @@ from agentlightning.engine.servers.joining import (
     RunRequest,
     StateRequest,
 )
-from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool
+from agentlightning.engine.servers.pool import PooledEngine, ReplicaPool, open_servers
 from agentlightning.errors import AgentLightningError, ConfigError, ConflictError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.local import UpdateGates

@@ -19,8 +19,7 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from agentlightning.algorithms.base import Algorithm
-from agentlightning.chat.hf import HFChatFormat
-from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
+from agentlightning.chat.hf import HFChatFormat, pack_tokenizer, probe_tokens
 from agentlightning.config import TrainConfig
 from agentlightning.engine.servers.clients.http import JsonClient, ModelServerError
 from agentlightning.engine.servers.joining import (

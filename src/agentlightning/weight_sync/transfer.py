@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentlightning.errors import ConfigError, PolicyError
 
@@ -466,7 +466,7 @@ def _require_gpu(transport: str, device: str) -> None:
 
 DISK = "disk"
 AUTO = "auto"
-SENDERS: Final[dict[str, Callable[[str], WeightSender]]] = {
+SENDERS: dict[str, Callable[[str], WeightSender]] = {
     "nccl": lambda device: NcclSender(NcclLibrary.open(device)),
     "ipc": lambda device: CudaIpcSender(CudaMemory.open(device)),
 }

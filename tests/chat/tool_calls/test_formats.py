@@ -11,8 +11,8 @@ from tests.support.templates import FAMILIES
 from tests.support.tokenizer import tiny_tokenizer
 
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.chat.tool_calls import FORMATS, call_format
 from agentlightning.chat.tool_calls.format import CallReader, ParsedToolCall, is_short_id, parse_answer
+from agentlightning.chat.tool_calls.formats import FORMATS, call_format
 from agentlightning.errors import ConfigError
 
 ASKED = {"role": "user", "content": "?"}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.chat.tool_calls import HERMES
 from agentlightning.chat.tool_calls.format import ParsedToolCall, parse_answer
+from agentlightning.chat.tool_calls.formats import HERMES
 
 
 def read_hermes(text):

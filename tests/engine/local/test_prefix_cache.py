@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.engine.local.prefix_cache import RadixPrefixCache, Segment
+from agentlightning.engine.local.kv_cache import RadixPrefixCache, Segment
 from agentlightning.util.common_prefix import common_prefix_length
 
 pytestmark = pytest.mark.integration

@@ -15,8 +15,7 @@ from tests.support.waiting import until
 from agentlightning.engine.base import SamplingParams
 from agentlightning.engine.servers.clients.vllm import VllmServer
 from agentlightning.engine.servers.config import RetryPolicy, ServersConfig
-from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import Replica, ReplicaPool, WeightSource
+from agentlightning.engine.servers.pool import Replica, ReplicaPool, WeightSource, open_servers
 from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
 from agentlightning.testing import ByteChatFormat
 from agentlightning.transport import Transport

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import agentlightning as agl
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import LocalPolicyConfig, PolicyConfig
-from agentlightning.policy.fsdp.group import Rank
+from agentlightning.policy.fsdp.policy import Rank
 from agentlightning.policy.open import policy_config
 
 

@@ -14,8 +14,8 @@ from tests.support.ranks import ranks_of
 
 from agentlightning.errors import ConfigError, PolicyError, RankError
 from agentlightning.policy.config import LocalPolicyConfig
-from agentlightning.policy.fsdp import group as module
-from agentlightning.policy.fsdp.group import RankGroup
+from agentlightning.policy.fsdp import policy as module
+from agentlightning.policy.fsdp.policy import RankGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

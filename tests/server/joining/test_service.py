@@ -23,12 +23,10 @@ from tests.support.waiting import until
 
 from agentlightning import span as names
 from agentlightning.attempt_variables import attempt_environment
-from agentlightning.chat.hf import HFChatFormat
-from agentlightning.chat.tokenizer_archive import pack_tokenizer, probe_tokens
+from agentlightning.chat.hf import HFChatFormat, pack_tokenizer, probe_tokens
 from agentlightning.engine.base import Engine
 from agentlightning.engine.servers.joining import BASE_PATH
-from agentlightning.engine.servers.open import open_servers
-from agentlightning.engine.servers.pool import ReplicaPool
+from agentlightning.engine.servers.pool import ReplicaPool, open_servers
 from agentlightning.gateway.app import Gateway
 from agentlightning.resources import ProxyLLM
 from agentlightning.server.joining import JoinedPolicy

@@ -3,7 +3,7 @@
 A format parses the beginning of a text into content followed by tool calls. It is stateless and called again whenever
 more text has arrived, and it reports only what is certain: text that may still become a call is withheld, text that no
 longer can is content. A call that is malformed or never completed stays text.
-A new format is an entry in the package's `FORMATS`: of a class in `formats`, or of its own. `CallReader` reads answers
+A new format is an entry in `formats.FORMATS`: of a class there, or of its own. `CallReader` reads answers
 as they are written, and `probe_layout` finds how a model's template writes calls.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 from agentlightning.chat.lark_grammar import LarkGrammar
 
@@ -26,8 +26,8 @@ Preceding = Literal["start", "content", "call"]
 Tools = Sequence[dict[str, Any]] | None
 """The tools that a request offers, in the format of the chat completions API."""
 
-_ID_LENGTH: Final = 9
-_ALPHANUMERIC: Final = string.digits + string.ascii_letters
+_ID_LENGTH = 9
+_ALPHANUMERIC = string.digits + string.ascii_letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class Layout:
     """The arguments of the probe call as the template wrote them (`probe_layout`)."""
 
 
-ID: Final = "\0"
+ID = "\0"
 
 
-Calls: TypeAlias = tuple[tuple[ParsedToolCall, ...], int]
+Calls = tuple[tuple[ParsedToolCall, ...], int]
 """Calls, and the place where they end."""
 
 
@@ -105,6 +105,8 @@ class CallFormat:
     """Text that ends a call and occurs nowhere else, so that an engine can stop there. None: there is no such text."""
     end: str = ""
     """A marker that may follow the calls of an answer, and is no content."""
+    unmarked: tuple[Preceding, ...] = ()
+    """After what a call may begin without a marker."""
     parallel: bool = True
     """Whether an answer may contain several calls. Some templates cannot write them; text after the first call is then
     content."""
@@ -115,11 +117,9 @@ class CallFormat:
 
     def parse(self, text: str, preceding: Preceding, final: bool, tools: Tools = None) -> Parsed:
         """Parse the beginning of `text`. `final`: no more text follows, so nothing is withheld. Never raises."""
-        for start, body in chain([(0, None)], self.starts(text)):
+        for start, body in chain([(0, 0)] if preceding in self.unmarked else [], self.starts(text)):
             try:
-                calls, end = (
-                    self.parse_unmarked(text, preceding) if body is None else self.parse_call(text, body, tools)
-                )
+                calls, end = self.parse_call(text, body, tools)
             except IncompleteCall:
                 if not final:
                     return Parsed(start)
@@ -140,12 +140,9 @@ class CallFormat:
         return ((found.start(), found.end()) for found in re.finditer(re.escape(self.opening), text))
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
-        """The calls from `start` on, and their end. Raises MalformedCall or IncompleteCall."""
+        """The calls from `start` on, right after a marker or, where they are `unmarked`, from 0 on, and their end.
+        Raises MalformedCall or IncompleteCall."""
         raise NotImplementedError(f"{type(self).__name__} reads no calls")
-
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        """Calls without a marker at the start of the text, in formats that allow them. Raises as `parse_call` does."""
-        raise MalformedCall("a call begins with its marker")
 
     def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         """A grammar expression for arguments that match the JSON schema of an object. Raises NoGrammar if such
@@ -190,10 +187,10 @@ def partial_marker_length(text: str, marker: str) -> int:
 # Partial-JSON parsers (jiter, pydantic-core) return values of a whole text; here the end of a value inside a longer
 # text and its spelling matter.
 
-_decoder: Final = json.JSONDecoder()
-_SPACE: Final = " \t\n\r"
-_LITERALS: Final = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
-_INCOMPLETE_NUMBER: Final = re.compile(r"(-|\.|\.?\d*[eE][+-]?)\Z")
+_decoder = json.JSONDecoder()
+_SPACE = " \t\n\r"
+_LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
+_INCOMPLETE_NUMBER = re.compile(r"(-|\.|\.?\d*[eE][+-]?)\Z")
 
 
 def value_end(text: str, start: int) -> int:
@@ -360,14 +357,14 @@ def parse_answer(format: CallFormat, text: str, tools: Tools = None) -> ParsedMe
 # Detection of a template's tool-call layout from probes: a rendered turn with one call, and one with two. The chat
 # format renders them. A layout counts only if the format parses calls written with it.
 
-NAME: Final = "probe"
+NAME = "probe"
 """Name of the probe tool."""
-KEY: Final = "agentlightning_probe"
-ARGUMENTS: Final[dict[str, Any]] = {KEY: NAME}
+KEY = "agentlightning_probe"
+ARGUMENTS: dict[str, Any] = {KEY: NAME}
 """Arguments of the probe calls."""
-IDS: Final = ("callprobe", "callother")
+IDS = ("callprobe", "callother")
 
-_ARGUMENTS: Final = (
+_ARGUMENTS = (
     re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{NAME}"\s*\}}'),
     re.compile(
         rf'\s*<(?:parameter=|parameter name="|arg_key>){KEY}(?:"?>|</arg_key>\s*<arg_value>)'

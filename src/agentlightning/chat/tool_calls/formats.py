@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from agentlightning.chat.lark_grammar import ANY, LarkGrammar, escaped, optional
 from agentlightning.chat.tool_calls.format import (
@@ -32,17 +32,18 @@ from agentlightning.chat.tool_calls.format import (
     skip_space,
     value_end,
 )
+from agentlightning.errors import ConfigError
 
 # -- parameters ------------------------------------------------------------------------------------------------------
 
 # The parameters of a tool's JSON schema, for formats that write each argument separately instead of one object.
 
-ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "format", "$comment"})
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "format", "$comment"})
 """Keywords of a schema that constrain no value."""
-DEFINITIONS: Final = ("$defs", "definitions")
-_PARAMETERS: Final = ("type", "properties", "required", "additionalProperties", "$schema", "strict")
-_KNOWN: Final = ANNOTATIONS.union(DEFINITIONS, _PARAMETERS)
-_REFERENCE: Final = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
+DEFINITIONS = ("$defs", "definitions")
+_PARAMETERS = ("type", "properties", "required", "additionalProperties", "$schema", "strict")
+_KNOWN = ANNOTATIONS.union(DEFINITIONS, _PARAMETERS)
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "(?!#/(?:\$defs|definitions)/)')
 
 
 class Parameter(NamedTuple):
@@ -70,7 +71,7 @@ def read_parameters(schema: Mapping[str, Any]) -> list[Parameter]:
     return parameters
 
 
-_PLAUSIBLE: Final = re.compile(r"[^\n{}\"]{0,200}\n?(?:```\w*\n?)?\Z")
+_PLAUSIBLE = re.compile(r"[^\n{}\"]{0,200}\n?(?:```\w*\n?)?\Z")
 """What may still become the name of a call."""
 
 
@@ -107,27 +108,21 @@ class Llama3(CallFormat):
     semicolon or whitespace. A bare object is a call only at the start of the answer and with the keys of a call. After
     the tag a call may also be `name.call(key="value")`, as for built-in tools."""
 
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        if preceding == "content":
-            raise MalformedCall("a bare call must start the answer")
-        start = skip_space(text, 0)
-        start = skip_space(text, start + 1) if preceding == "call" and text.startswith(";", start) else start
-        call, end = _bare_call(text, start)
-        return (call,), end
+    unmarked: tuple[Preceding, ...] = ("start", "call")
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
-        start = skip_space(text, start)
-        if text.startswith("{", start):
-            call, end = _bare_call(text, start)
+        marked, start = start > 0, skip_space(text, start)
+        if not marked or text.startswith("{", start):
+            call, end = _bare_call(text, skip_space(text, start + 1) if text.startswith(";", start) else start)
         else:
             (call,), end = parse_python(text, start, [])
             call = ParsedToolCall(call.name.removesuffix(".call"), call.arguments)
         return (call,), end
 
 
-_ARGUMENTS: Final = ("parameters", "arguments")
-_KEYS: Final = frozenset({"type", "name", "id", *_ARGUMENTS})
-_FIRST_KEY: Final = re.compile(r'\{\s*(?:"([^"\\]*)("?))?')
+_ARGUMENTS = ("parameters", "arguments")
+_KEYS = frozenset({"type", "name", "id", *_ARGUMENTS})
+_FIRST_KEY = re.compile(r'\{\s*(?:"([^"\\]*)("?))?')
 
 
 def _bare_call(text: str, start: int) -> tuple[ParsedToolCall, int]:
@@ -151,11 +146,6 @@ class NamedCalls(CallFormat):
     """Up to the object, with the groups `name`, and `id` where the model writes one."""
     ends: tuple[str, ...] = ()
     """Markers after the object, in order; those before the last may be absent."""
-
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        if preceding != "call" or not self.end:
-            raise MalformedCall("the first call begins with a marker for all")
-        return self.parse_call(text, 0, None)
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         start = skip_space(text, start)
@@ -190,6 +180,8 @@ class Harmony(CallFormat):
     """gpt-oss: messages in channels, a call as `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>`
     and a JSON object, or with the recipient first, right after the prompt. Headers of other messages are dropped."""
 
+    unmarked: tuple[Preceding, ...] = ("start", "call")
+
     @property
     def markers(self) -> tuple[str, ...]:
         return _HEADERS
@@ -197,13 +189,9 @@ class Harmony(CallFormat):
     def starts(self, text: str) -> Iterator[tuple[int, int]]:
         return ((found.start(), found.start()) for found in _HEADER.finditer(text))
 
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        if preceding == "content" or not text.startswith((_RECIPIENT, _RECIPIENT.strip())):
-            incomplete = preceding != "content" and _RECIPIENT.startswith(text)
-            raise (IncompleteCall if incomplete else MalformedCall)("it has no recipient")
-        return self.parse_call(text, 0, None)
-
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
+        if not start and not text.startswith((*_HEADERS, _RECIPIENT, _RECIPIENT.strip())):
+            raise (IncompleteCall if _RECIPIENT.startswith(text) else MalformedCall)("it has no recipient")
         if (found := _CHANNEL.match(text, start)) is None:
             unfinished = "<|message|>" not in text[start:] and len(text) - start < _MAX_HEADER
             raise (IncompleteCall if unfinished else MalformedCall)("it is no header of a message")
@@ -213,11 +201,11 @@ class Harmony(CallFormat):
         return (ParsedToolCall(found["name"], text[found.end() : end]),), end
 
 
-_RECIPIENT: Final = " to=functions."
-_HEADERS: Final = ("<|end|>", "<|start|>", "<|channel|>")
-_HEADER: Final = re.compile("|".join(map(re.escape, _HEADERS)))
-_MAX_HEADER: Final = 200
-_CHANNEL: Final = re.compile(
+_RECIPIENT = " to=functions."
+_HEADERS = ("<|end|>", "<|start|>", "<|channel|>")
+_HEADER = re.compile("|".join(map(re.escape, _HEADERS)))
+_MAX_HEADER = 200
+_CHANNEL = re.compile(
     r"(?:<\|end\|>)?\s*(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?(?: ?to=functions\.(?P<name>[\w.\-]+))?\s*"
     r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>\s*"
 )
@@ -244,11 +232,11 @@ class Gemma(CallFormat):
         return (ParsedToolCall(found["name"], arguments),), found.end()
 
 
-_GEMMA_CALL: Final = re.compile(
+_GEMMA_CALL = re.compile(
     r'\s*call:(?P<name>[\w.\-]+)(?P<arguments>\{(?:<\|"\|>.*?<\|"\|>|(?!<tool_call\|>|<\|"\|>).)*\})\s*<tool_call\|>',
     re.DOTALL,
 )
-_GEMMA_TOKEN: Final = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\],:"<]+)(?=\s*:)', re.DOTALL)
+_GEMMA_TOKEN = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\],:"<]+)(?=\s*:)', re.DOTALL)
 
 
 def _gemma_json(found: re.Match[str]) -> str:
@@ -263,33 +251,32 @@ def _gemma_json(found: re.Match[str]) -> str:
 # with constant values; they are converted to JSON with the original spelling of numbers. JSON's constants are accepted
 # too.
 
-LONG_LIST: Final = 1000
+LONG_LIST = 1000
 """Characters from which an unterminated list is not parsed again for every token."""
 
-_NAME: Final = r"[^\W\d]\w*(?:[.\-]\w+)*"
-_TOKEN: Final = re.compile(
+_NAME = r"[^\W\d]\w*(?:[.\-]\w+)*"
+_TOKEN = re.compile(
     rf"""(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<number>-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.]))"""
     rf"|(?P<call>{_NAME})\s*\(|(?P<key>{_NAME})\s*=|(?P<word>{_NAME})|(?P<open>[\[{{])|(?P<close>[\])}}])|(?P<sign>[,:])",
     re.DOTALL,
 )
-_UNFINISHED_NAME: Final = re.compile(r"(?:[^\W\d][\w.\-]*\s*)?\Z")
+_UNFINISHED_NAME = re.compile(r"(?:[^\W\d][\w.\-]*\s*)?\Z")
 """The end of a text that may go on to be the name of a call or of an argument."""
-_UNFINISHED: Final = re.compile(
+_UNFINISHED = re.compile(
     r"""(?:[^\W\d][\w.\-]*\s*|-?[\d.]*(?:[eE][+-]?\d*)?|'(?:[^'\\]|\\.)*\\?|"(?:[^"\\]|\\.)*\\?)\Z""", re.DOTALL
 )
 """The same of any token."""
-_WORDS: Final = {
+_WORDS = {
     **{"True": "true", "False": "false", "None": "null"},
     **{"true": "true", "false": "false", "null": "null"},
 }
-_ESCAPE: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-fA-F]{7})|([0-7]{1,3})|(.))", re.DOTALL)
-_ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-fA-F]{7})|([0-7]{1,3})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
 
 
 @dataclass(frozen=True, slots=True)
 class Pythonic(CallFormat):
-    bare: bool = True
-    """Whether a list without markers may be the answer."""
+    unmarked: tuple[Preceding, ...] = ("start",)
 
     def write_arguments(self, lark: LarkGrammar, schema: Mapping[str, Any], layout: Layout) -> str:
         parameters = read_parameters(schema)
@@ -299,11 +286,6 @@ class Pythonic(CallFormat):
             (f"{lark.literal(each.name + '=')} {_value(lark, each.schema)}", each.required) for each in parameters
         ]
         return _argument_list(lark, written)
-
-    def parse_unmarked(self, text: str, preceding: Preceding) -> Calls:
-        if preceding != "start" or not self.bare:
-            raise MalformedCall("a list of calls must start the answer")
-        return _parse_list(text, skip_space(text, 0))
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         return _parse_list(text, skip_space(text, start))
@@ -412,11 +394,11 @@ def _unescape(found: re.Match[str]) -> str:
 # A value is bare text, so the tool's schema decides its type: a string if the schema allows one or does not mention the
 # parameter; otherwise JSON, if the text is JSON of a type that the schema allows.
 
-_IGNORED_KEYWORDS: Final = ANNOTATIONS.union(DEFINITIONS)
-_MAX_REFERENCES: Final = 10
+_IGNORED_KEYWORDS = ANNOTATIONS.union(DEFINITIONS)
+_MAX_REFERENCES = 10
 """Length of a chain of references."""
-_NULLS: Final = ("null", "None")
-_TYPES: Final = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_NULLS = ("null", "None")
+_TYPES = {dict: "object", list: "array", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 
 Tag = tuple[str, str, str]
@@ -584,8 +566,8 @@ def _json(text: str) -> str:
 # says; the rest of an answer is parsed as usual. transformers returns values, so the arguments are JSON in our own
 # spelling.
 
-FIELD: Final = "tool_calls"
-_FAILURES: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+FIELD = "tool_calls"
+_FAILURES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Raised by transformers for a malformed call."""
 
 
@@ -656,3 +638,107 @@ def response_template_format(tokenizer: Any) -> CallFormat | None:
     if field is None or field.open_re is None:
         return None
     return ResponseTemplateFormat("declared", template=template, opens=field.open_re, closes=field.close_re)
+
+
+# -- table -------------------------------------------------------------------------------------------------------------
+
+# The formats by name.
+#
+# hermes       Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4    <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+# qwen_coder   Qwen3-Coder, Qwen 3.5, Nemotron 3, Seed-OSS   <tool_call><function=NAME><parameter=KEY>VALUE
+# glm          GLM 4.5 to 4.7                                <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE
+# invoke       MiniMax M2                                    <minimax:tool_call><invoke name="NAME"><parameter name=
+# llama3       Llama 3.1 to 3.3                              {"name": ..., "parameters": {...}}
+# pythonic     Llama 4, small Llama 3.2                      [name(key="value")]
+# lfm2         LFM2                                          <|tool_call_start|>[name(key="value")]<|tool_call_end|>
+# mistral      Mistral                                       [TOOL_CALLS][{...}], [TOOL_CALLS]name[ARGS]{...}
+# deepseek     DeepSeek V3, R1, V3.1                         name and JSON between markers
+# kimi         Kimi K2                                       likewise, with ids such as functions.name:0
+# granite      Granite 3, Phi-4-mini                         <|tool_call|>[{"name": ..., "arguments": {...}}]
+# functools    Phi-4-mini                                    functools[{...}]
+# nemotron     Nemotron Nano 2, Super 49B                    <TOOLCALL>[{...}]</TOOLCALL>
+# tool_calls   Jamba, Hunyuan                                <tool_calls>[{...}]</tool_calls>
+# cohere       Command R7B, Command A                        <|START_ACTION|>[{"tool_name": ..., "parameters": {...}}]
+# gemma        Gemma 4                                       <|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>
+# harmony      gpt-oss                                       <|channel|>commentary to=functions.name<|message|>{...}
+
+HERMES = JsonCalls("hermes", opening="<tool_call>", closing="</tool_call>")
+
+FORMATS: dict[str, CallFormat] = {
+    format.name: format
+    for format in (
+        HERMES,
+        TaggedCalls("qwen_coder", opening="<tool_call>", closing="</tool_call>"),
+        TaggedCalls(
+            "glm",
+            opening="<tool_call>",
+            closing="</tool_call>",
+            function=("", r"([\w.\-/:]+)\s*(?=<)", "<"),
+            parameter=("<arg_key>", r"<arg_key>([^<>\n]+)</arg_key>\s*<arg_value>", "<arg_value>"),
+            value_end="</arg_value>",
+            function_end="",
+            padding="",
+        ),
+        TaggedCalls(
+            "invoke",
+            opening="<minimax:tool_call>",
+            closing="</minimax:tool_call>",
+            function=("<invoke name=", r'<invoke name="([^"<>\n]+)">', ">"),
+            parameter=("<parameter name=", r'<parameter name="([^"<>\n]+)">', ">"),
+            function_end="</invoke>",
+            padding="",
+        ),
+        Llama3("llama3", opening="<|python_tag|>"),
+        Pythonic("pythonic", opening="<|python_start|>", end="<|python_end|>"),
+        Pythonic("lfm2", opening="<|tool_call_start|>", end="<|tool_call_end|>", unmarked=()),
+        Mistral(
+            "mistral",
+            short_ids=True,
+            opening="[TOOL_CALLS]",
+            head=re.compile(r"(?P<name>[\w.\-/:]+)(?:\[CALL_ID\](?P<id>[0-9A-Za-z]{9}))?\[ARGS\]\s*"),
+        ),
+        NamedCalls(
+            "deepseek",
+            unmarked=("call",),
+            opening="<｜tool▁calls▁begin｜>",
+            end="<｜tool▁calls▁end｜>",
+            head=re.compile(
+                r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>\s*(?P<fenced>[^\n`{]+?)\s*\n```(?:json)?\n"
+                r"|\s*(?P<name>[^\n`{<]+?)\s*<｜tool▁sep｜>)\s*(?=\{|\Z)"
+            ),
+            ends=("```", "<｜tool▁call▁end｜>"),
+        ),
+        NamedCalls(
+            "kimi",
+            unmarked=("call",),
+            opening="<|tool_calls_section_begin|>",
+            end="<|tool_calls_section_end|>",
+            head=re.compile(
+                r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?)\s*"
+                r"<\|tool_call_argument_begin\|>\s*"
+            ),
+            ends=("<|tool_call_end|>",),
+        ),
+        JsonCalls("granite", opening="<|tool_call|>", end="<|/tool_call|>"),
+        JsonCalls("functools", opening="functools"),
+        JsonCalls("nemotron", opening="<TOOLCALL>", closing="</TOOLCALL>"),
+        JsonCalls("tool_calls", opening="<tool_calls>", closing="</tool_calls>"),
+        JsonCalls(
+            "cohere",
+            opening="<|START_ACTION|>",
+            closing="<|END_ACTION|>",
+            name_key="tool_name",
+            argument_keys=("parameters",),
+        ),
+        Gemma("gemma", opening="<|tool_call>", closing="<tool_call|>"),
+        Harmony("harmony", end="<|call|>"),
+    )
+}
+"""In the order in which they are tried on what a template writes."""
+
+
+def call_format(name: str) -> CallFormat:
+    """The format of this name. Raises ConfigError that lists the known ones."""
+    if name not in FORMATS:
+        raise ConfigError(f"tool_calls={name!r} is not a format of tool calls; use one of {', '.join(FORMATS)}")
+    return FORMATS[name]

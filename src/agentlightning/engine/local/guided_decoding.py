@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from agentlightning.engine.base import ConstraintKind
 
 logger = logging.getLogger(__name__)
 
-WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,40}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"
 """Allowed between the parts of a JSON value: enough to indent it, but bounded, or a model may write nothing else."""
 
 

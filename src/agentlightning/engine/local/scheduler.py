@@ -35,15 +35,14 @@ from agentlightning.engine.base import (
     PromptTokensError,
     Sample,
     SamplingParams,
+    StopScanner,
     TopLogprobs,
     room_for_answer,
     version_runs,
 )
 from agentlightning.engine.local import cascade_attention, decoder, kv_cache, sampler
 from agentlightning.engine.local.guided_decoding import GrammarCompiler, Matcher
-from agentlightning.engine.local.kv_cache import KVCache, probe_layout
-from agentlightning.engine.local.prefix_cache import Match, RadixPrefixCache
-from agentlightning.engine.stop_strings import StopScanner
+from agentlightning.engine.local.kv_cache import KVCache, Match, RadixPrefixCache, probe_layout
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
 from agentlightning.models.checkpoint import FORWARD_ERRORS, cache_argument, configured_window
 from agentlightning.models.lora import Adapters

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from agentlightning.engine.base import OnTokens, Sample, SamplingParams
 from agentlightning.engine.local.scheduler import ContinuousBatcher, Request
 from agentlightning.errors import AgentLightningError, PolicyError
 
-SWITCH_SECONDS: Final = 2e-4
+SWITCH_SECONDS = 2e-4
 """How often this process switches between threads, or more often if it does already. torch releases the interpreter
 lock at every operation. With Python's default of 5 ms its thread waits long to get the lock back from a busy event
 loop: sampling beside one then takes 1.6 times as long."""

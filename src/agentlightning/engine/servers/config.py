@@ -7,7 +7,7 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
@@ -41,7 +41,7 @@ class RetryPolicy:
     """Interval between health checks of each server."""
 
 
-LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's --max-lora-rank may be (0.32)."""
 
 

@@ -13,21 +13,21 @@ the gateway lacks.
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat
 
-from agentlightning.engine.adapter_view import AdapterTable
+from agentlightning.engine.base import AdapterTable
 from agentlightning.engine.servers.clients.http import server_url
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.util.settings import Section
 
-BASE_PATH: Final = "/v1/policies"
-RENEW_SECONDS: Final = 2.0
+BASE_PATH = "/v1/policies"
+RENEW_SECONDS = 2.0
 """A run renews its lease so often, and joins again within this time where a gateway was started again."""
 
 
-COUNTS: Final = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
+COUNTS = ("calls", "tokens", "failed", "held", "updates", "held_seconds")
 """What gateways count for a run: answers sampled, and their tokens; calls that failed, and that waited for an update;
 updates, and the seconds in which calls were held back."""
 
@@ -98,7 +98,7 @@ class JoinRequest(StateRequest):
     """The format of tool calls, if it has a name."""
     eos_token_ids: frozenset[int]
     probe: list[int]
-    """The tokens of `tokenizer_archive.PROBE`."""
+    """The tokens of `chat.hf.PROBE`."""
 
     @property
     def check(self) -> CheckRequest:

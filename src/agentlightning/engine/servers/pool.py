@@ -12,20 +12,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from agentlightning.chat.base import ChatFormat
-from agentlightning.engine.adapter_view import AdapterView, AgentEngines, EngineWrapper
+from agentlightning.chat.hf import load_chat_format
 from agentlightning.engine.base import (
+    AdapterView,
+    AgentEngines,
     ConstraintKind,
+    Engine,
+    EngineWrapper,
     FinishReason,
     OnTokens,
     Sample,
     SamplingParams,
+    StopScanner,
     TopLogprobs,
     room_for_answer,
     version_runs,
@@ -38,12 +46,20 @@ from agentlightning.engine.servers.clients.http import (
     TokenChunk,
 )
 from agentlightning.engine.servers.clients.vllm import VllmProcess, VllmServer
-from agentlightning.engine.servers.config import RetryPolicy
-from agentlightning.engine.stop_strings import StopScanner
+from agentlightning.engine.servers.config import ENGINES, RetryPolicy, ServedModel, ServersConfig
 from agentlightning.errors import AgentLightningError, ConfigError, PolicyError
+from agentlightning.models.resolve import resolve_model
 from agentlightning.transport import Transport
 from agentlightning.transport.servers import Server, ServerSet
-from agentlightning.weight_sync.transfer import LendWeights, WeightSender
+from agentlightning.weight_sync.transfer import (
+    AUTO,
+    DISK,
+    SENDERS,
+    SERVER_ENVIRONMENT,
+    VISIBLE_DEVICES,
+    LendWeights,
+    WeightSender,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,67 +87,59 @@ class StopStringFound(Exception):
     """The answer contains a stop string that spans two servers, so that neither could see it."""
 
 
+@dataclass(eq=False, repr=False)
 class ResumableSample:
     """The tokens of one answer so far. `decode` turns tokens into text, for stop strings across servers."""
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        max_tokens: int,
-        end_tokens: frozenset[int],
-        decode: Callable[[Sequence[int]], str],
-        on_tokens: OnTokens | None,
-    ) -> None:
-        self.prompt = list(prompt)
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[TopLogprobs] = []
-        self.versions: list[int] = []
-        """One for each token."""
-        self._params = params
-        self._max_tokens = max_tokens
-        self._end_tokens = end_tokens
-        self._decode = decode
-        self._on_tokens = on_tokens
-        self._start = 0
-        """Number of tokens from earlier servers."""
-        self._scanner: StopScanner | None = None
+    prompt: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    end_tokens: frozenset[int]
+    decode: Callable[[Sequence[int]], str]
+    on_tokens: OnTokens | None
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
+    versions: list[int] = field(default_factory=list[int])
+    """One for each token."""
+    start: int = 0
+    """Number of tokens from earlier servers."""
+    scanner: StopScanner | None = None
 
     @property
     def streamed(self) -> bool:
         """Whether tokens are passed on as they arrive."""
-        return self._on_tokens is not None
+        return self.on_tokens is not None
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Set when the answer is complete, whatever a server reports."""
-        if self.token_ids and self.token_ids[-1] in self._end_tokens:
+        if self.token_ids and self.token_ids[-1] in self.end_tokens:
             return "stop"
-        return "length" if len(self.token_ids) >= self._max_tokens else None
+        return "length" if len(self.token_ids) >= self.max_tokens else None
 
     @property
     def can_resume(self) -> bool:
         """Whether another server would sample the rest from the same distribution. Penalties count sampled tokens, and
         a schema or grammar begins with the first of them, but the other server sees them as its prompt."""
-        params = self._params
+        params = self.params
         stateful = params.presence_penalty or params.frequency_penalty or params.constraint is not None
         return not self.token_ids or not stateful
 
     def request(self, model: str, adapter: bool) -> SampleRequest:
         """A request for the rest of the answer."""
-        self._start = count = len(self.token_ids)
-        params = self._params
+        self.start = count = len(self.token_ids)
+        params = self.params
         if count:
             # The same seed would repeat the random numbers of the first tokens.
             params = params if params.seed is None else replace(params, seed=params.seed + count)
             params = replace(params, min_tokens=max(0, params.min_tokens - count))
             if params.stop:
-                self._scanner = StopScanner(params.stop, self._decode)
+                self.scanner = StopScanner(params.stop, self.decode)
                 for token in self.token_ids:
-                    self._scanner.push(token)
+                    self.scanner.push(token)
         prompt = [*self.prompt, *self.token_ids]
-        return SampleRequest(model, prompt, params, self._max_tokens - count, self._end_tokens, adapter)
+        return SampleRequest(model, prompt, params, self.max_tokens - count, self.end_tokens, adapter)
 
     def append(self, chunk: TokenChunk, version: int) -> None:
         """Raises StopStringFound if the answer is complete."""
@@ -140,9 +148,9 @@ class ResumableSample:
         self.logprobs += chunk.logprobs
         self.top_logprobs += chunk.top_logprobs
         self.versions += [version] * len(chunk.token_ids)
-        if self._on_tokens is not None and chunk.token_ids:
-            logprobs = (chunk.logprobs, chunk.top_logprobs) if self._params.stream_logprobs else ()
-            self._on_tokens(chunk.token_ids, *logprobs)
+        if self.on_tokens is not None and chunk.token_ids:
+            logprobs = (chunk.logprobs, chunk.top_logprobs) if self.params.stream_logprobs else ()
+            self.on_tokens(chunk.token_ids, *logprobs)
         if stopped:
             raise StopStringFound
 
@@ -151,18 +159,18 @@ class ResumableSample:
         UnknownWeightsError."""
         if not completion.weights:
             return
-        count = len(self.token_ids) - self._start
+        count = len(self.token_ids) - self.start
         labels = [label for label, tokens in completion.weights for _ in range(tokens)][:count]
         if unknown := [label for label in labels if label not in versions]:
             raise UnknownWeightsError(unknown[0])
-        self.versions[self._start : self._start + len(labels)] = [versions[label] for label in labels]
+        self.versions[self.start : self.start + len(labels)] = [versions[label] for label in labels]
 
     def rollback(self) -> bool:
         """Drop the tokens of the current server; False if they have been streamed already."""
-        if self.streamed and len(self.token_ids) > self._start:
+        if self.streamed and len(self.token_ids) > self.start:
             return False
         for values in (self.token_ids, self.logprobs, self.top_logprobs, self.versions):
-            del values[self._start :]
+            del values[self.start :]
         return True
 
     def sample(self, finish_reason: FinishReason, version: int) -> Sample:
@@ -176,10 +184,10 @@ class ResumableSample:
         )
 
     def _cut_at_stop_string(self, chunk: TokenChunk) -> tuple[TokenChunk, bool]:
-        if self._scanner is None:
+        if self.scanner is None:
             return chunk, False
         for end, token in enumerate(chunk.token_ids, start=1):
-            if self._scanner.push(token):
+            if self.scanner.push(token):
                 return TokenChunk(chunk.token_ids[:end], chunk.logprobs[:end], chunk.top_logprobs[:end]), True
         return chunk, False
 
@@ -187,22 +195,22 @@ class ResumableSample:
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class WeightSource:
     """One version of the weights, as servers can get it."""
 
-    version = 0
-    label = ""
+    place: Path | Callable[[], Awaitable[Path]] | None
+    """Where they are on disk, or what writes them there; None: another process gives them to the servers."""
+    lend: LendWeights | None = None
+    """Access to them in memory, for servers that receive them without the disk."""
+    version: int = 0
+    label: str = ""
     """Under which servers report them."""
-
-    def __init__(self, place: Path | Callable[[], Awaitable[Path]] | None, lend: LendWeights | None = None) -> None:
-        """`place`: where they are on disk, or what writes them there; None: another process gives them to the servers.
-        `lend`: access to them in memory, for servers that receive them without the disk."""
-        self.place, self.lend = place, lend
-        self._writing = asyncio.Lock()
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def directory(self) -> Path:
         """The weights on disk, written now unless they are there. Raises PolicyError if they no longer exist."""
-        async with self._writing:
+        async with self.writing:
             if not isinstance(self.place, Path):
                 assert self.place is not None
                 self.place = await self.place()
@@ -609,8 +617,7 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         they sample are those of `version`."""
         if self.weights is None:
             self.labels.clear()  # What the servers had before is no version of the trainer's.
-        self.weights = WeightSource(None)
-        self.weights.version, self.weights.label = version, label
+        self.weights = WeightSource(None, version=version, label=label)
         self.labels[label] = version
         for old in list(self.labels)[:-MAX_LABELS]:
             del self.labels[old]
@@ -800,3 +807,119 @@ class PooledEngine(EngineWrapper, AgentEngines):
     def version_of(self, adapter: str | None) -> int:
         """See `AgentEngines.version_of`."""
         return self.servers.version_of(adapter)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+# Opens the pool of servers that a configuration describes: joins running ones, or starts vLLM processes.
+
+log = logging.getLogger(__name__)
+
+
+async def open_served_model(config: ServedModel, name: str, stack: AsyncExitStack, logs: Path) -> dict[str, Engine]:
+    """The model as `name`, and its adapters; the stack closes them. Raises as `open_servers`, and PolicyError if a
+    server rejects an adapter."""
+    directory = await asyncio.to_thread(resolve_model, config.model)
+    servers = await open_servers(
+        config.with_adapters(),
+        await load_chat_format(directory, config.tool_calls),
+        kind=config.engine,
+        model=Path(directory),
+        name=name,
+        dtype=config.dtype,
+        max_context=config.max_context,
+        logs=logs,
+    )
+    stack.push_async_callback(servers.close)
+    adapters = {each: await servers.load_adapter(each, Path(path)) for each, path in config.adapters.items()}
+    return {name: servers, **adapters}
+
+
+async def open_servers(
+    config: ServersConfig,
+    chat: ChatFormat,
+    *,
+    kind: str = "vllm",
+    model: Path | None = None,
+    name: str | None = None,
+    dtype: str = "auto",
+    max_context: int | None = None,
+    weights_change: bool = False,
+    logs: Path = Path(),
+    transfer: str = DISK,
+    device: str = "cpu",
+    token: str | None = None,
+) -> ReplicaPool:
+    """A pool of the servers of `config`.
+
+    Running servers of `config.urls` are joined. Without them, vLLM servers are started with `model`, as `name`; they
+    log to files in `logs` and end with the pool. With a `transfer` (a key of `SENDERS`) they get new weights from a
+    trainer on `device` without the disk. `token` is that of the joined servers, instead of the configured one. Raises
+    ConfigError, ServerError if one cannot be started, and as `ReplicaPool.open` does."""
+    config.check(kind)
+    transport, replicas = Transport(), list[Replica]()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(transport.close)
+        if config.urls:
+            client, token = ENGINES.find(kind), token or config.token
+            replicas += [
+                Replica(client(transport, url, token=token, seconds=config.timeout_seconds)) for url in config.urls
+            ]
+        elif model is None:
+            raise ConfigError("no model to start servers with; give its directory, or the addresses of servers in urls")
+        else:
+            transfer_args = () if transfer == DISK else (f'--weight-transfer-config={{"backend": "{transfer}"}}',)
+            visible = [{VISIBLE_DEVICES: each} for each in config.devices] or [{}] * config.count
+            for index, devices in enumerate(visible):
+                process = VllmProcess(
+                    transport,
+                    model=model,
+                    name=name or "policy",
+                    log=logs / f"vllm-{index}.log",
+                    command=shlex.split(config.command),
+                    args=(*config.args, *transfer_args),
+                    env={**SERVER_ENVIRONMENT.get(transfer, {}), **config.env, **devices},
+                    dtype=dtype,
+                    max_context=max_context,
+                    seconds=config.start_seconds,
+                )
+                stack.push_async_callback(process.close)
+                server = VllmServer(transport, process.url, seconds=config.timeout_seconds)
+                replicas.append(Replica(server, process))
+            await asyncio.gather(*(replica.process.restart(None) for replica in replicas if replica.process))
+        if transfer != DISK:
+            await _connect_senders(replicas, transfer, device, stack, required=config.transfer != AUTO)
+        pool = await ReplicaPool.open(
+            replicas,
+            chat,
+            transport,
+            model=name,
+            max_context=max_context,
+            retry_policy=config.retry_policy,
+            weights_change=weights_change,
+        )
+        stack.pop_all()
+    return pool
+
+
+async def _connect_senders(
+    replicas: Sequence[Replica], transfer: str, device: str, stack: AsyncExitStack, *, required: bool
+) -> None:
+    """Connect the servers' workers with senders, which the stack aborts. Raises ConfigError or PolicyError if one
+    cannot connect; unless `required`, that server gets its weights from the disk instead."""
+    connecting: list[partial[Awaitable[None]]] = []
+    for replica in replicas:
+        assert isinstance(replica.server, VllmServer)
+        replica.sender = SENDERS[transfer](device)
+        stack.callback(replica.sender.abort)
+        connecting.append(partial(replica.server.connect, replica.sender))
+    errors = await asyncio.gather(*(connect() for connect in connecting), return_exceptions=not required)
+    for replica, error in zip(replicas, errors, strict=True):
+        if error is None:
+            continue
+        if not isinstance(error, PolicyError | ConfigError):
+            raise error
+        log.warning("weights reach %s through the disk: %s", replica.url, error)
+        replica.sender = None
+        if replica.process is not None:  # Its workers may wait for us forever.
+            await replica.process.restart(None)

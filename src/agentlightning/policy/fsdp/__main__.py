@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from agentlightning.policy.fsdp.group import SETTINGS, follow, store_url
+from agentlightning.policy.fsdp.policy import SETTINGS, follow, store_url
 
 
 def _end_with_trainer() -> None:

@@ -20,7 +20,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models.checkpoint import read_scorer
@@ -169,15 +169,10 @@ class ShardedForward(Forward):
 
     def states(self, batch: MicroBatch) -> Tensor:
         """See `Forward.states`, with the idle passes of this position."""
+        self._used = True
         idle = self._idle(self._left.pop(0) - _passes(batch)) if self._left else None
         hidden_NH = super().states(batch)
         return hidden_NH if idle is None else hidden_NH + idle.to(hidden_NH.dtype)
-
-    def _states(
-        self, ids_BT: Tensor, positions: np.ndarray[Any, Any], cache: DynamicCache | None, **inputs: Tensor
-    ) -> Tensor:
-        self._used = True
-        return super()._states(ids_BT, positions, cache, **inputs)
 
     def plan(
         self, batch: TokenTable | Sequence[TrainingSample], *, token_budget: int = 8192, sharing: Sharing = "auto"
@@ -201,6 +196,7 @@ class ShardedForward(Forward):
         tree = TokenTree((Node(-1, (0,)), Node(0, (0,), sampled=True, logprobs=(0.0,))))
         (batch,) = plan([TrainingSample(tree)], token_budget=1, sharing="rows")
         for _ in range(passes):
+            self._used = True
             logprobs_1, _ = self.logprobs(batch, super().states(batch), at_temperature=False)
             total = total + logprobs_1.sum() * 0.0
         return total
@@ -325,12 +321,12 @@ def check_complete(directory: Path) -> None:
 
 # -- learner ---------------------------------------------------------------------------------------------------------
 
-MODEL: Final = "model"
-VALUE_HEAD: Final = "value_head"
+MODEL = "model"
+VALUE_HEAD = "value_head"
 """Owners of weights, beside the adapters."""
-Weights: TypeAlias = dict[str, dict[str, Tensor]]
+Weights = dict[str, dict[str, Tensor]]
 """By owner and name."""
-Load: TypeAlias = Callable[[Callable[[], Any]], Any]
+Load = Callable[[Callable[[], Any]], Any]
 PACKAGES = ("agentlightning", "torch", "transformers", "numpy")
 
 
@@ -395,7 +391,6 @@ class RankLearner(LocalLearner):
     ) -> tuple[dict[str, float], list[str | None]]:
         """The metrics of an update, and the names of what it trained."""
         metrics = self.update(samples, options)
-        self.adapters.drop_stacks()
         return metrics, list(self.changed)
 
     def gather(self, names: Sequence[str | None]) -> Weights:
@@ -442,7 +437,6 @@ class RankLearner(LocalLearner):
                     weight.copy_(state["weights"][owner][name])
         for name, updater in self.updaters.items():
             updater.load_state_dict(states[owner_of(name)])
-        self.adapters.drop_stacks()
         return list(self.updaters)
 
     def _trained(self) -> Weights:

@@ -26,7 +26,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +39,7 @@ from agentlightning.util.kept_sets import KeptSets
 
 # -- micro-batches ---------------------------------------------------------------------------------------------------
 
-IntArray: TypeAlias = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -75,23 +75,6 @@ TOKEN_BUDGET = 8192
 """Tokens of one forward pass, where neither the update nor a configuration says otherwise."""
 
 
-@dataclass(slots=True)
-class EntropyHistory:
-    """The mean entropy of the trained tokens over all steps."""
-
-    mean: float = 0.0
-    steps: int = 0
-
-    @property
-    def value(self) -> float | None:
-        return self.mean if self.steps else None
-
-    def add(self, entropy: float) -> None:
-        if math.isfinite(entropy):
-            self.steps += 1
-            self.mean += (entropy - self.mean) / self.steps
-
-
 class Updater:
     """Trains one model in place. Not thread safe: nothing may use the weights during a step."""
 
@@ -114,7 +97,8 @@ class Updater:
             None if value_head is None else Optimizer(value_head, value_head.optimizer_config(self.optimizer.config))
         )
         """Of the head alone: its gradient does not count in the norm by which that of the policy is clipped."""
-        self.entropy = EntropyHistory()
+        self.entropy = 0.0, 0
+        """The mean entropy of the trained tokens over all steps, and the number of these."""
         self.average: WeightAverage | None = None
         """A moving average of the weights, from the first step that asks for one."""
 
@@ -161,8 +145,9 @@ class Updater:
         metrics: Mapping[str, float] = means(totals)
         for loss in losses:
             metrics = loss.summary(metrics)
-        if totals["tokens_trained"][0]:
-            self.entropy.add(metrics["entropy"])
+        if totals["tokens_trained"][0] and math.isfinite(metrics["entropy"]):
+            mean, steps = self.entropy
+            self.entropy = mean + (metrics["entropy"] - mean) / (steps + 1), steps + 1
         return {**metrics, **corrections}
 
     def _step(self, part: TokenTable, options: UpdateOptions) -> Sums:
@@ -304,7 +289,7 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs beside the weights."""
-        state = {**self.optimizer.state_dict(), "entropy": [self.entropy.mean, self.entropy.steps]}
+        state = {**self.optimizer.state_dict(), "entropy": [*self.entropy]}
         if self.value_optimizer is not None:
             state["value_head"] = self.value_optimizer.state_dict()
         return state if self.average is None else {**state, "average": self.average.state_dict()}
@@ -321,7 +306,7 @@ class Updater:
         if self.value_optimizer is not None and "value_head" in state:
             self.value_optimizer.load_state_dict(state["value_head"])
         mean, steps = state.get("entropy", (0.0, 0))
-        self.entropy = EntropyHistory(float(mean), int(steps))
+        self.entropy = float(mean), int(steps)
         self.average = None
         if "average" in state:
             self.average = self.new_average(0.0)
@@ -338,7 +323,7 @@ class Updater:
             entropy=entropy_N,
             rollout_log_ratio=None if ratios_R is None else ratios_R[:, self.forward.tensor(rollout)],
             step=self.optimizer.steps,
-            past_entropy=self.entropy.value,
+            past_entropy=self.entropy[0] if self.entropy[1] else None,
         )
         return interpolated(tokens)
 
@@ -414,7 +399,7 @@ def sum_of_losses(
     return total, sums
 
 
-Sums: TypeAlias = dict[str, Any]
+Sums = dict[str, Any]
 """By name of a metric its sum, and the number of tokens or steps that it is a sum over."""
 
 
@@ -452,7 +437,7 @@ def means(sums: Sums) -> dict[str, float]:
 # `for_losses` completes the columns of samples, so that samples for reinforcement learning, supervised learning and
 # distillation can share a batch: where a sample has no weight in a stream, it needs no column of that stream's losses.
 
-Tokens: TypeAlias = NDArray[np.bool_]
+Tokens = NDArray[np.bool_]
 """Which tokens of a table."""
 
 
@@ -695,6 +680,10 @@ class LocalLearner:
         self, trees: Sequence[TokenTree], what: AbstractSet[ScoreColumn], reference: Path | None, adapter: str | None
     ) -> Columns:
         """See `Policy.score`."""
+        if "values" in what and self.value_head is None:
+            raise PolicyError(f'"values" need a critic: {NO_HEAD}')
+        if "ref_logprobs" in what and reference is None and not self.by_name:
+            raise PolicyError('"ref_logprobs" need a reference; give the directory of the reference model')
         name, found = self.own, dict[str, Any]()
         if adapter is not None:
             self._check_trained(name := adapter)
@@ -786,7 +775,6 @@ class LocalLearner:
             for name, adapter in self.by_name.items():
                 adapter.load_state_dict(adapted[name])
             load_values()
-            self.adapters.drop_stacks()
 
         return load
 

@@ -18,8 +18,7 @@ from msgspec import Struct
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
 from agentlightning.config import RunConfig, TrainConfig
-from agentlightning.engine.adapter_view import AgentEngines
-from agentlightning.engine.base import Engine
+from agentlightning.engine.base import AgentEngines, Engine
 from agentlightning.errors import ConfigError, PolicyError, ResumeError
 from agentlightning.models.resolve import TINY
 from agentlightning.policy import open as opening

@@ -13,7 +13,7 @@ import pytest
 
 from agentlightning.engine.servers.clients.vllm import VllmProcess
 from agentlightning.engine.servers.config import ServersConfig
-from agentlightning.engine.servers.open import open_servers
+from agentlightning.engine.servers.pool import open_servers
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.testing import ByteChatFormat
 from agentlightning.transport import Transport

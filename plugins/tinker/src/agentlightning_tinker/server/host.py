@@ -197,7 +197,6 @@ class AdapterHost:
             }
         optimizer.step()
         optimizer.zero_grad()
-        self._adapters.drop_stacks()
         return {"grad_norm:mean": float(norm)}
 
     @in_worker
@@ -231,7 +230,6 @@ class AdapterHost:
         if state is not None:
             optimizer.load_state_dict(state)
         optimizer.zero_grad()
-        self._adapters.drop_stacks()
 
     # -- sampling --------------------------------------------------------------------------------------------------
 

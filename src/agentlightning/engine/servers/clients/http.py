@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -63,7 +63,7 @@ class Completion:
     """(label of the weights, number of tokens they sampled), in order; empty if the server does not report it."""
 
 
-PROBE_PROMPT: Final = (1, 2, 3)
+PROBE_PROMPT = (1, 2, 3)
 """A prompt that every vocabulary contains."""
 
 OnChunk = Callable[[TokenChunk], None]
@@ -136,17 +136,14 @@ class JsonClient:
     ) -> Any:
         """The JSON of the response, or None if it is not JSON."""
         try:
-            return orjson.loads(await self._read(method, path, body, seconds))
+            async with self._response(method, path, body, seconds) as response:
+                return orjson.loads(await response.read())
         except orjson.JSONDecodeError:
             return None
         except ModelServerError as error:
             if optional and error.status in (404, 405):
                 return None
             raise
-
-    async def _read(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> bytes:
-        async with self._response(method, path, body, seconds) as response:
-            return await response.read()
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The JSON of each server-sent event up to `[DONE]`. Raises ModelServerError if the stream ends before it."""
@@ -229,7 +226,8 @@ class HttpModelServer(JsonClient):
 
     async def kv_cache_usage(self) -> float | None:
         """The share of its memory for keys and values that is in use; None if it does not report it."""
-        text = (await self._read("GET", "/metrics", None, 5.0)).decode("utf-8", errors="replace")
+        async with self._response("GET", "/metrics", None, 5.0) as response:
+            text = (await response.read()).decode("utf-8", errors="replace")
         return largest_metric(text, *self.kv_cache_metrics)
 
     async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, SamplingParams, TopLogprobs
 from agentlightning.engine.servers.clients.http import (
@@ -43,13 +43,13 @@ from agentlightning.weight_sync.transfer import LendWeights, TransferError, Weig
 
 # Wire formats of vLLM's two sampling endpoints: request bodies out, token chunks in.
 
-GENERATE: Final = "/inference/v1/generate"
-COMPLETIONS: Final = "/v1/completions"
-IMPOSSIBLE: Final = -9999.0
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+IMPOSSIBLE = -9999.0
 """vLLM's log-probability of a token that cannot be sampled."""
-_CONSTRAINT_FIELDS: Final[Mapping[str, str]] = {"json_schema": "json", "grammar": "grammar"}
+_CONSTRAINT_FIELDS: Mapping[str, str] = {"json_schema": "json", "grammar": "grammar"}
 """Kind of constraint -> vLLM's name for it."""
-_SAME_NAMES: Final = (
+_SAME_NAMES = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "ignore_eos", "seed"),
 )
@@ -120,14 +120,14 @@ def most_likely(entries: Sequence[tuple[int, float]], limit: int) -> TopLogprobs
     return tuple(sorted(possible.items(), key=lambda pair: (-pair[1], pair[0]))[:limit])
 
 
-MIN_TEMPERATURE: Final = 0.01
+MIN_TEMPERATURE = 0.01
 """vLLM samples at no lower temperature except 0."""
-LOAD_SECONDS: Final = 600.0
+LOAD_SECONDS = 600.0
 """The longest a server may take to read its weights."""
-NOT_ENABLED: Final = "LoRA is not enabled"
+NOT_ENABLED = "LoRA is not enabled"
 """What vLLM answers to an adapter without --enable-lora."""
-RANK_TOO_LARGE: Final = "max_lora_rank"
-MOST_TIES: Final = 32
+RANK_TOO_LARGE = "max_lora_rank"
+MOST_TIES = 32
 """Tokens that may be equally likely, as logits of half precision can be."""
 
 
