@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentlightning.algorithms.base import ALGORITHMS, Algorithm, make_algorithm
-from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.compat.algorithm import Baseline, with_adapter
-from agentlightning.config import DataConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import DataConfig, Method, RunConfig, RunnerConfig, TrainConfig
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import check_model
@@ -217,7 +216,7 @@ class Trainer:
         train_dataset: Sequence[Any] | None = None,
         val_dataset: Sequence[Any] | None = None,
         held_out_dataset: Any | None = None,
-        method: MethodSetting | None = None,
+        method: Method | None = None,
         success_threshold: float | None = None,
         follow: bool | None = None,
         follow_timeout: float | None = None,

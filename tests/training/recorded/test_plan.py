@@ -9,9 +9,11 @@ import pytest
 from tests.support.tokenizer import tiny_tokenizer
 
 import agentlightning as agl
-from agentlightning.algorithms.recorded.plan import RecordedSessions, plan
 from agentlightning.algorithms.recorded.sessions import Tokenizer, read_sessions
 from agentlightning.chat.hf import HFChatFormat
+from agentlightning.config import DataConfig
+from agentlightning.training.persistence.run_dir import RecordedData
+from agentlightning.training.recorded import RecordedSessions
 
 ENDLESS = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -53,7 +55,7 @@ async def test_sessions_are_put_into_tokens_once_and_what_the_template_cannot_wr
         await store.update_attempt(*place, status="succeeded")
     sessions = (await read_sessions(store)).usable
     tokenizer = Tokenizer(HFChatFormat(tiny_tokenizer(ENDLESS)), 10_000)
-    made = plan(agl.LightningRL(), RecordedSessions(sessions, tokenizer, method, 0.5, False, (), {}))
+    made = RecordedSessions(sessions, tokenizer, DataConfig(method=method), RecordedData()).plan(agl.LightningRL())
     assert made.method == ("awr" if method == "auto" else method)
     [note] = [each for each in made.notes if "end-of-sequence" in each]
     assert note.startswith("3 answers")
