@@ -25,7 +25,7 @@ from pydantic import FiniteFloat, field_validator
 from agentlightning.algorithms.agents import of_target, unusable
 from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
 from agentlightning.algorithms.recorded.sessions import Tokenizer, renamed, without_probabilities
-from agentlightning.algorithms.step import Models, learner_of, reward_metrics, scores
+from agentlightning.algorithms.step import learner_of, reward_metrics, scores_of
 from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.chat.base import Message
@@ -35,7 +35,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import NO_TARGET_CALLS, Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, WEIGHTS, DPOLoss, Loss, PreferenceLoss
+from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, WEIGHTS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.task import json_lines, load_dataset
 from agentlightning.trajectory import CallId, TokenTree, TrainingSample, Trajectory
 from agentlightning.util.settings import AtLeastOne, SettingsSignature
@@ -366,7 +366,7 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
         own = (await learner_of(training).score(trees, {"logprobs"}))["logprobs"]
         reference = None
         if loss.reference:
-            reference = await scores(training, trees, REF_LOGPROBS, Models(self.config.reference))
+            reference = await scores_of(training, trees, self.config.reference)
         factors = [each.node_factors(mean=loss.mean) for each in compared]
         margins = [
             sum(

@@ -48,7 +48,7 @@ from agentlightning.algorithms.recorded.sessions import (
 from agentlightning.algorithms.sequential import Sequential
 from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm, SFTResult
 from agentlightning.algorithms.training import Collected, RolloutRequest
-from agentlightning.config import DataConfig, TrainConfig
+from agentlightning.config import CurriculumConfig, DataConfig, TrainConfig
 from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
@@ -126,11 +126,16 @@ class RecordedSessions:
         found: list[TokenizedSession] = []
         rejected: list[Rejection] = []
         for session in (part for each in self.sessions for part in divided(each, form, self.tokenizer.target)):
-            made = self.tokenizer(session)
-            if not isinstance(made, Rejection):
-                score = session.score(weights)
-                made = score if isinstance(score, Rejection) else in_form(made, form)
-            (rejected if isinstance(made, Rejection) else found).append(made)  # pyright: ignore[reportArgumentType]
+            made, score = self.tokenizer(session), session.score(weights)
+            if isinstance(made, Rejection) or isinstance(score, Rejection):
+                rejected.append(made if isinstance(made, Rejection) else score)  # pyright: ignore[reportArgumentType]
+            elif form == "importance" and not made.logprobs:
+                message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns'
+                rejected.append(Rejection(made.trajectory.rollout_id, NO_LOGPROBS, f"{message} from it"))
+            elif form in ("importance", "recorded"):
+                found.append(made)
+            else:
+                found.append(replace(made, trajectory=without_probabilities(made.trajectory)))
         return found, rejected
 
     def _in_form(self, algorithm: Algorithm[Any], form: Form, refused: Sequence[Rejection] = ()) -> Plan:
@@ -249,16 +254,6 @@ def check_any(found: Sequence[TokenizedSession], rejected: Sequence[Rejection]) 
         raise DatasetError(f"no session has a reward and tokens to learn from; the last one: {rejected[-1].message}")
 
 
-def in_form(made: TokenizedSession, form: Form) -> TokenizedSession | Rejection:
-    """A session in the form that is learned from, or why it has none."""
-    if form == "importance" and not made.logprobs:
-        message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns from it'
-        return Rejection(made.trajectory.rollout_id, NO_LOGPROBS, message)
-    if form in ("importance", "recorded"):
-        return made
-    return replace(made, trajectory=without_probabilities(made.trajectory))
-
-
 def divided(session: Session, form: Form, target: str | None) -> list[Session]:
     """A session, or its parts of the agents to train where it holds several rewards. A conversation is one episode,
     whose credit rule says what each reward is due to, unless it is imitated."""
@@ -326,18 +321,14 @@ class RecordedSource(Struct):
     """Of the present epoch."""
     _waiting: list[Trajectory] = []
     """Those that arrived and were not learned from."""
-    _known: set[str] = set()
-    """Rollouts that were read."""
 
     @property
     def data(self) -> RecordedData:
         return self.recorded.data
 
     def __post_init__(self) -> None:
-        learned = set(self.data.source.get("learned", ()))
+        learned = self.data.source.get("learned", ())
         self._waiting = [each for each in self.plan.trajectories if _session(each.rollout_id) not in learned]
-        read = [*self.data.rejected, *(each.rollout_id for each in self._waiting)]
-        self._known = {*learned, *map(_session, read)}
 
     async def next(self, request: RolloutRequest) -> Collected:
         """See `RolloutSource.next`. Sampling parameters and timeouts do not apply to what was recorded."""
@@ -388,9 +379,9 @@ class RecordedSource(Struct):
     async def _read(self) -> bool:
         assert self.store is not None
         assert self.plan.method is not None  # LightningRL alone follows a store (`check_recorded`).
-        found = await read_sessions(self.store, known=self._known)
-        self._known |= {each.rollout.rollout_id for each in found.usable}
-        self._known |= {each.rollout_id for each in found.rejected}
+        waiting = (each.rollout_id for each in self._waiting)
+        read = {_session(each) for each in (*self.data.source.get("learned", ()), *self.data.rejected, *waiting)}
+        found = await read_sessions(self.store, known=read)
         arrived, weights = replace(self.recorded, sessions=found.usable), self.plan.algorithm.reward_weights
         usable, rejected = await asyncio.to_thread(arrived.prepare, self.plan.method, weights)
         self.reject([*found.rejected, *rejected])
@@ -591,6 +582,7 @@ def check_recorded(algorithm: Algorithm[Any], config: TrainConfig, agent: Any, h
         )
     data = config.data
     for_rollouts: dict[str, Any] = {
+        "curriculum": config.curriculum != CurriculumConfig(),
         "guard": config.guard,
         "gate": agent is None and config.gate,
         "group_reward": config.group_reward,
