@@ -78,8 +78,8 @@ class Trainer:
             from agentlightning.compat.runner import check_tracer
 
             check_tracer(tracer)
-        if isinstance(store, str | Path):
-            raise ConfigError(f"store={str(store)!r} is the name of one; give store=agl.LightningStore({str(store)!r})")
+        if isinstance(store, str | Path):  # It may hold a password.
+            raise ConfigError(f"store is a {type(store).__name__}, not a store; give store=agl.LightningStore(NAME)")
         self.hooks = hooks
         self.callbacks = [each for each in callbacks if isinstance(each, Callback)]
         """Those that are objects; the settings name the others."""
@@ -310,8 +310,9 @@ def with_arguments(
         "run": (given(seed=seed, callbacks=others), "given to Trainer"),
     }
     for name, (values, source) in parts.items():
-        section = getattr(config, name)
-        changes[name] = settings_from(type(section), values, base=section, source=source) if values else section
+        if values:
+            section = getattr(config, name)
+            changes[name] = settings_from(type(section), values, base=section, source=source)
     found = config.model_copy(update=changes)
     run_by = algorithm or make_algorithm(found.algorithm)
     for stage in getattr(run_by, "stages", (run_by,)):

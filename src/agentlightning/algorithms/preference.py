@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
@@ -157,7 +158,8 @@ def _record(value: Any, where: str) -> PreferenceRecord:
     fields = cast("dict[str, Any]", value)
     chosen, rejected = (_messages(fields, name, "assistant", where) for name in ("chosen", "rejected"))
     if fields.get("prompt") is None:
-        prompt = _common(chosen, rejected)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+        prompt = tuple(message for message, _ in same)
         if not prompt:
             raise _wrong(where, "prompt is missing, and chosen and rejected have no beginning in common")
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -194,13 +196,6 @@ def _messages(fields: Mapping[str, Any], name: str, role: str, where: str) -> tu
         if not (isinstance(content, str | list) or (given == "assistant" and turn.get("tool_calls"))):
             raise _wrong(where, f"{name}[{place}].content is {content!r:.60}, not a text")
     return tuple(read_message(f"{where}: {name}[{place}]", turn) for place, turn in enumerate(turns))
-
-
-def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> tuple[Message, ...]:
-    length = 0
-    while length < min(len(chosen), len(rejected)) and chosen[length] == rejected[length]:
-        length += 1
-    return tuple(chosen[:length])
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -327,8 +327,9 @@ class RecordedSource(Struct):
         return self.recorded.data
 
     def __post_init__(self) -> None:
-        learned = self.data.source.get("learned", ())
-        self._waiting = [each for each in self.plan.trajectories if _session(each.rollout_id) not in learned]
+        learned = set(self.data.source.get("learned", ()))  # Earlier versions have whole sessions there.
+        found = self.plan.trajectories
+        self._waiting = [each for each in found if learned.isdisjoint((each.rollout_id, _session(each.rollout_id)))]
 
     async def next(self, request: RolloutRequest) -> Collected:
         """See `RolloutSource.next`. Sampling parameters and timeouts do not apply to what was recorded."""
@@ -371,8 +372,7 @@ class RecordedSource(Struct):
             else:
                 await asyncio.sleep(POLL_SECONDS)
         batch, self._waiting = self._waiting[:wanted], self._waiting[wanted:]
-        learned = [*self.data.source.get("learned", ()), *(_session(each.rollout_id) for each in batch)]
-        self.data.source = {"learned": list(dict.fromkeys(learned))}
+        self.data.source = {"learned": [*self.data.source.get("learned", ()), *(each.rollout_id for each in batch)]}
         groups = chunks(batch, request.group_size, random.Random(self.seed))
         return [each for group in groups for each in group]
 
