@@ -93,6 +93,7 @@ def linear():
         ({"algorithm": Path}, r"pathlib.py\) is no algorithm; it should be a subclass of .*base:Algorithm"),
         ({"model": linear()}, "model is a Linear object.*save_pretrained"),
         ({"n_runners": -3}, r"hosts = -3 \(given as n_runners\) should be greater"),
+        ({"store": "sessions.db"}, r"store is a str, not a store; give store=agl\.LightningStore"),
         ({"seed": "x"}, r'seed = "x" \(given to Trainer\) should be a valid integer'),
         ({"model": "a", "algorithm": SFTAlgorithm("b")}, "'a' was given to the trainer and 'b' to the algorithm"),
     ],

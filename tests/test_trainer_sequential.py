@@ -553,9 +553,23 @@ def test_stages_that_cannot_share_a_run_are_refused_by_name(stages: Callable[[],
         agl.Sequential(stages())
 
 
-def test_no_round_is_refused() -> None:
-    with pytest.raises(agl.errors.ConfigError, match="rounds=0 runs no stage"):
-        agl.Sequential([agl.APO()], rounds=0)
+@pytest.mark.parametrize("rounds", [0, 1.5])
+def test_no_round_is_refused(rounds: Any) -> None:
+    with pytest.raises(agl.errors.ConfigError, match=f"rounds={rounds} runs no stage"):
+        agl.Sequential([agl.APO()], rounds=rounds)
+
+
+def test_what_a_stage_reports_to_is_the_same_object_in_every_round() -> None:
+    class Report:
+        steps: list[int]
+
+        def add(self, step: int, metrics: Any) -> None:
+            self.steps.append(step)
+
+    report = Report()
+    stage = agl.SFTAlgorithm(dataset=[[{"role": "assistant", "content": "yes"}]], steps=1, on_step=report.add)
+    rounds: Any = agl.Sequential([stage], rounds=2)._plan
+    assert [each.on_step.__self__ is report for each in rounds] == [True, True]
 
 
 def test_more_staleness_than_a_stage_has_steps_is_refused() -> None:

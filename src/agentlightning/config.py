@@ -27,7 +27,6 @@ from agentlightning.algorithms.apo.config import (
 from agentlightning.algorithms.base import ALGORITHMS, AlgorithmConfig
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.preference import DPOConfig
-from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.algorithms.sft import RejectionSamplingConfig, SFTConfig
 from agentlightning.algorithms.step import check_value_head
@@ -97,6 +96,9 @@ TRACKERS = Registry(
 HOOKS = Registry("hooks", "hook", "agentlightning.compat.runner:Hook")
 CALLBACKS = Registry("callbacks", "callback", "agentlightning.training.callbacks:Callback")
 
+Method = Literal["auto", "importance", "awr", "rejection"]
+"""How LightningRL learns from recorded sessions."""
+
 
 class DataConfig(Section):
     """Where tasks come from.
@@ -115,7 +117,7 @@ class DataConfig(Section):
     sessions: str | None = None
     """A store of recorded sessions to learn from in place of rollouts: a SQLite file, postgresql://... or the URL of
     `agl serve`. The agent, where there is one, then only measures, on the tasks of `held_out`."""
-    method: MethodSetting = "auto"
+    method: Method = "auto"
     """How LightningRL learns from recorded sessions: importance, awr or rejection; auto: as the data allows."""
     success_threshold: FiniteFloat = 0.5
     """The reward from which on a session is imitated, by method "rejection" and by supervised learning."""

@@ -211,7 +211,6 @@ async def _evaluate(
             repeats=repeats,
             rollout_ids=ids,
             reward_weights=reward_weights,
-            require_reward=True,
             on_progress=progress.update,
             on_collected=lambda collected: _note_first(collector, collected, progress),
         )

@@ -299,11 +299,10 @@ class Run(Struct):
     ) -> Wiring:
         """Of an agent, which in a run on `recorded` data only measures, and may be missing; such a run keeps rollouts
         in a store of its own. Raises ConfigError for none, ResumeError for an object that was not given again."""
-        config, store, agent = self.config, self.store, self.agent
-        given = {"store": store, "reward": self.reward, "callbacks": self.callbacks}
         for name, (what, how) in OBJECTS.items():
-            if name in state.objects and not given[name]:
+            if name in state.objects and not getattr(self, name):
                 raise ResumeError(f"{self.path} {what}: Trainer.resume({str(self.path)!r}, {name}={how}")
+        config, store, agent = self.config, self.store, self.agent
         if recorded is not None:  # Checkpoints are rare, and without an agent nothing is measured.
             every, store = config.run.checkpoint_every or CHECKPOINT_EVERY, None
             config = config.with_section("run", checkpoint_every=every)
@@ -311,25 +310,16 @@ class Run(Struct):
         if agent is not None or recorded is None:
             check_runners(config, store, agent, self.reward)
         agent = with_hooks(agent, self.hooks, config.runner.hooks)
-        parts = agent, self.reward, store, self.resources, self.callbacks, self.progress
-        return Wiring(config, algorithm, *parts, run_dir, state, tasks, recorded)
+        asked = structs.replace(self, config=config, store=store, agent=agent)
+        return Wiring(asked, algorithm, run_dir, state, tasks, recorded)
 
 
 class Wiring(Struct):
     """What a run is made of; `open` makes the run."""
 
-    config: TrainConfig
+    asked: Run
+    """Without an agent, runners elsewhere have it, or a run on recorded data measures nothing."""
     algorithm: Algorithm[Any]
-    agent: Any
-    """None: runners elsewhere have it, or a run on recorded data measures nothing."""
-    reward: Any
-    store: LightningStoreBase | None
-    """The store that was given to the run. None: it has one of its own."""
-    resources: NamedResources
-    """What rollouts are given beside the policy."""
-    callbacks: Sequence[Callback[Any]]
-    """Those of others that are objects; the settings name more."""
-    progress: Progress
     run_dir: RunDir
     state: RunState
     tasks: Tasks
@@ -339,11 +329,12 @@ class Wiring(Struct):
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[tuple[Runner | None, TrainingRun]]:
         """The run and its runner; None: it has none here."""
-        since, algorithm, state, note = time.monotonic(), self.algorithm, self.state, self.progress.note
+        since, asked, algorithm, state = time.monotonic(), self.asked, self.algorithm, self.state
+        progress, note = asked.progress, asked.progress.note
         learns = state.learns_weights = algorithm.learns_weights
         if not learns:
-            self.config = with_own_providers(self.config, note)
-        config, given, run_id = self.config, self.store, state.run_id
+            asked.config = with_own_providers(asked.config, note)
+        config, given, run_id = asked.config, asked.store, state.run_id
         if algorithm.selects_result and (shared := self.tasks.shared()):
             raise DatasetError(
                 f"{'; '.join(map(str, shared))}: a result could be chosen on what it is tested with; give each task to"
@@ -356,22 +347,22 @@ class Wiring(Struct):
         token, secret = credentials(given)
         async with AsyncExitStack() as stack:
             store = await open_store(given, self.run_dir, stack)
-            self.progress.phase("loading the agent and the model")
+            progress.phase("loading the agent and the model")
             queue, runner = queue_of(config.runner, given, run_id), None
-            runs_agent = self.recorded is None or self.agent is not None
+            runs_agent = self.recorded is None or asked.agent is not None
             if runs_agent and config.runner.hosts:
                 routing: dict[str, Any] = {"redirect": learns or routes_models(config), "queue": queue}
                 log = self.run_dir.path / "agent.log"
-                runner = make_runner(config.runner, store, self.agent, self.reward, secret, log=log, **routing)
+                runner = make_runner(config.runner, store, asked.agent, asked.reward, secret, log=log, **routing)
             url = joined_url(config)
             listener = await load_agent(runner, stack, config.run.host, config.run.port, policy=learns, url=url)
             policy, joined = None, JoinedGateways(config, given, run_id, note) if config.run.gateways else None
             if joined:
                 stack.push_async_callback(joined.close)
             if learns:
-                await make_starting_policy(config, self.run_dir, self.tasks, self.progress)
+                await make_starting_policy(config, self.run_dir, self.tasks, progress)
                 check = joined and joined.check_free
-                policy = await open_for_training(config, algorithm, self.run_dir, state, store, self.progress, check)
+                policy = await open_for_training(config, algorithm, self.run_dir, state, store, progress, check)
                 stack.push_async_callback(policy.close)
             if joined:
                 await stack.enter_async_context(joined.join(policy))
@@ -381,9 +372,9 @@ class Wiring(Struct):
             called = url or config.run.public_url or server.url
             run = self._run(store, queue, policy, server, called, joined, since)
             stack.push_async_callback(run.close)
-            if self.progress.enabled:
+            if progress.enabled:
                 timeout, own_store = config.runner.timeout_seconds, (self.run_dir.path / "store.db").exists()
-                watching = watch_rollouts(store, run_id, self.progress, timeout, own_store=own_store)
+                watching = watch_rollouts(store, run_id, progress, timeout, own_store=own_store)
                 await stack.enter_async_context(in_background(watching))
             await run.collector.move(run_id, called)
             if runner is not None:
@@ -409,7 +400,8 @@ class Wiring(Struct):
     ) -> TrainingRun:
         """The run, with the resources of its last checkpoint unless the starting policy is still to be measured. Its
         calls go to `url`: the gateway of `server`, or one that was joined."""
-        config, algorithm, run_dir, state = self.config, self.algorithm, self.run_dir, self.state
+        asked, algorithm, run_dir, state = self.asked, self.algorithm, self.run_dir, self.state
+        config, progress = asked.config, asked.progress
         limits, model, learner, publish = NO_LIMITS, None, None, None
         if policy is not None:
             limits, model = TokenLimits(policy.vocab_size, policy.context_length), policy.model
@@ -429,11 +421,11 @@ class Wiring(Struct):
         reader = TrajectoryReader(store, model, limits, weighted_rules(config.air), reward)
         share = config.runner.max_failed_share
         collector = RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
-        publisher = ResourcePublisher(store, url, policy, self.resources, config.runner.max_calls)
+        publisher = ResourcePublisher(store, url, policy, asked.resources, config.runner.max_calls)
         if not state.measures_start(config.evaluation.modes):
             publisher.publish(read_resources(run_dir.path, state.checkpoint))
-        target = {"target_agent": getattr(self.agent, "trained_agents", None)}  # Those that the agent itself declares.
-        checkpoints = Checkpoints(run_dir, state, config.run, learner, publisher, algorithm, self.progress.note)
+        target = {"target_agent": getattr(asked.agent, "trained_agents", None)}  # Those that the agent itself declares.
+        checkpoints = Checkpoints(run_dir, state, config.run, learner, publisher, algorithm, progress.note)
         checkpoints.restore_algorithm(state.checkpoint)
         return TrainingRun(
             config,
@@ -444,7 +436,7 @@ class Wiring(Struct):
             collector,
             self.recorded or self._stream(collector, publisher, learner),
             checkpoints,
-            self.progress,
+            progress,
             algorithm.total_steps + (state.first_step if self.recorded else 0),
             since,
             settings_from(LightningRLConfig, target, source="trained_agents of the agent").target_agent,
@@ -453,7 +445,7 @@ class Wiring(Struct):
         )
 
     async def _add_callbacks(self, run: TrainingRun) -> None:
-        config = self.config
+        config = self.asked.config
         named: list[Callback[Any]] = []
         for each in map(CALLBACKS.find, config.run.callbacks):  # Before a tracker begins a run.
             with calls_of(each, "callback"):
@@ -468,7 +460,7 @@ class Wiring(Struct):
         run.add(health := Health(run))
         if config.gate is not None:
             run.add(Gate(run, config.gate, audit, health))
-        for callback in (*named, *self.callbacks):
+        for callback in (*named, *self.asked.callbacks):
             run.add(callback)
 
     def _stream(
@@ -476,7 +468,7 @@ class Wiring(Struct):
     ) -> RolloutStream:
         """The stream of rollouts; with `max_staleness` 0, each step waits for its own. Raises ConfigError for a
         curriculum that cannot be."""
-        config, algorithm = self.config, self.algorithm
+        config, algorithm = self.asked.config, self.algorithm
         judge = config.group_reward
         if learner is None:
             check_calls_of_policy(config)
@@ -488,7 +480,7 @@ class Wiring(Struct):
             self.tasks.train,
             self.state,
             publisher.write,
-            self.progress,
+            self.asked.progress,
             learner,
             config.curriculum,
             config.run.seed,

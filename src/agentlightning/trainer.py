@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentlightning.algorithms.base import ALGORITHMS, Algorithm, make_algorithm
-from agentlightning.algorithms.recorded.plan import MethodSetting
 from agentlightning.compat.algorithm import Baseline, with_adapter
-from agentlightning.config import DataConfig, RunConfig, RunnerConfig, TrainConfig
+from agentlightning.config import DataConfig, Method, TrainConfig
 from agentlightning.errors import ConfigError
-from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import check_model
 from agentlightning.resources import NamedResources, Resource, as_resources, prompts_in
 from agentlightning.store.base import LightningStoreBase
@@ -80,6 +78,8 @@ class Trainer:
             from agentlightning.compat.runner import check_tracer
 
             check_tracer(tracer)
+        if isinstance(store, str | Path):  # It may hold a password.
+            raise ConfigError(f"store is a {type(store).__name__}, not a store; give store=agl.LightningStore(NAME)")
         self.hooks = hooks
         self.callbacks = [each for each in callbacks if isinstance(each, Callback)]
         """Those that are objects; the settings name the others."""
@@ -217,7 +217,7 @@ class Trainer:
         train_dataset: Sequence[Any] | None = None,
         val_dataset: Sequence[Any] | None = None,
         held_out_dataset: Any | None = None,
-        method: MethodSetting | None = None,
+        method: Method | None = None,
         success_threshold: float | None = None,
         follow: bool | None = None,
         follow_timeout: float | None = None,
@@ -302,16 +302,17 @@ def with_arguments(
         raise ConfigError(
             f"model={str(model)!r} was given to the trainer and {str(models[1])!r} to the algorithm; give one"
         )
-    if models and isinstance(models[0], str | Path):
-        changes["policy"] = settings_from(PolicyConfig, {"model": str(models[0])}, base=config.policy)
-    if n_runners is not None:
-        values = {"hosts": n_runners}
-        changes["runner"] = settings_from(RunnerConfig, values, base=config.runner, source="given as n_runners")
-    run: dict[str, Any] = {} if seed is None else {"seed": seed}
-    if callbacks:
-        run["callbacks"] = (*config.run.callbacks, *callbacks)
-    if run:
-        changes["run"] = settings_from(RunConfig, run, base=config.run, source="given to Trainer")
+    named = str(models[0]) if models and isinstance(models[0], str | Path) else None
+    others = (*config.run.callbacks, *callbacks) if callbacks else None
+    parts = {
+        "policy": (given(model=named), "given to Trainer"),
+        "runner": (given(hosts=n_runners), "given as n_runners"),
+        "run": (given(seed=seed, callbacks=others), "given to Trainer"),
+    }
+    for name, (values, source) in parts.items():
+        if values:
+            section = getattr(config, name)
+            changes[name] = settings_from(type(section), values, base=section, source=source)
     found = config.model_copy(update=changes)
     run_by = algorithm or make_algorithm(found.algorithm)
     for stage in getattr(run_by, "stages", (run_by,)):

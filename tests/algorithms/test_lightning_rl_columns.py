@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from agentlightning.algorithms.lightning_rl import PRESETS, LightningRL, LightningRLConfig
-from agentlightning.algorithms.step import Models, OverlongPenalty, scores
+from agentlightning.algorithms.step import OverlongPenalty, with_columns
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import TURN_LIMIT_REACHED, token_tree
 from agentlightning.credit.base import credit_rule
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.learner import Learner
+from agentlightning.policy.losses import TEACHER_LOGPROBS, LossValue, TokenBatch, TokenLoss
 from agentlightning.policy.mismatch import GeometricMask, Truncation
-from agentlightning.trajectory import Trajectory, Transition
+from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 from agentlightning.util.settings import dump_toml, load_settings
 
 NAMES = sorted(PRESETS)
@@ -154,6 +155,19 @@ async def test_a_teacher_scores_the_tokens_of_the_policy() -> None:
         LightningRL(teacher="big")
 
 
+async def test_a_loss_of_ones_own_may_learn_from_a_teacher() -> None:
+    class Imitation(TokenLoss):
+        needs: ClassVar[frozenset[str]] = frozenset({TEACHER_LOGPROBS})
+
+        def __call__(self, tokens: TokenBatch) -> LossValue:
+            raise NotImplementedError
+
+    training = await trained(GOOD_AND_BAD, loss=Imitation(), teacher="models/large")
+    assert training.learner.calls == [({"ref_logprobs"}, Path("models/large"))]
+    with pytest.raises(ConfigError, match='Imitation" learns from a teacher; set teacher=DIRECTORY'):
+        LightningRL(loss=Imitation())
+
+
 async def test_a_correction_of_mismatch_computes_the_proximal_policy_and_reaches_the_update() -> None:
     training = await trained(GOOD_AND_BAD, mismatch=["truncate", {"type": "geometric_mask", "low": 0.9}])
     assert training.learner.calls == [({"logprobs"}, None)]
@@ -199,8 +213,9 @@ async def test_the_age_of_a_token_is_counted_in_updates_across_resumes(
     learner = Learner(SimpleNamespace(policy_version=now), nullcontext, 100, resumes=resumes)  # type: ignore[arg-type]
     trained_with.learner = learner  # type: ignore[assignment]
     group = [replace_version(rollout(f"r{version}", 0.0), version) for version in ages]
-    columns = await scores(trained_with, [token_tree(group)], "interpolation", Models())  # type: ignore[arg-type]
-    found = [float(column[0]) for column in columns[0] if len(column)]
+    samples = [TrainingSample(token_tree(group))]
+    [sample] = await with_columns(trained_with, samples, {"interpolation"}, {}, bool)  # type: ignore[arg-type]
+    found = [float(column[0]) for column in sample.columns["interpolation"] if len(column)]
     assert found == pytest.approx([age / (age + 1) for age in ages.values()])
 
 

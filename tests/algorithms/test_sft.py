@@ -160,6 +160,11 @@ def test_a_single_token_has_the_whole_weight(chat: HFChatFormat) -> None:
     assert sample.weights[-1].tolist() == [1.0]
 
 
+def test_what_is_no_dataset_is_refused() -> None:
+    with pytest.raises(DatasetError, match="int is not a dataset"):
+        _ = SFTAlgorithm(dataset=3).total_steps
+
+
 async def test_without_shuffling_the_dataset_keeps_its_order(chat: HFChatFormat) -> None:
     policy = RecordingPolicy(chat)
     dataset = [question(f"number {n}", f"answer {n}") for n in range(5)]

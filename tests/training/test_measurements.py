@@ -127,8 +127,7 @@ async def test_validation_is_named_by_its_step_and_takes_the_first_tasks(monkeyp
         "resources_id": "r-validation-000007-greedy-changed1 at 0.0",
         "mode": "val",
         "reward_weights": {"right": 1.0},
-        "max_failed_share": 1.0,
-        "require_reward": False,
+        "strict": False,
         "scores": None,
         "on_progress": None,
         "on_collected": measured.run.name_evaluated,
@@ -141,7 +140,7 @@ async def test_the_start_is_measured_once_and_must_have_rewards(monkeypatch: pyt
     start = partial(measured.run.measure_held_out, "measuring the starting policy", "before", "before")
     first = await start()
     assert measured.names == ["r-before-greedy-changed1", "r-before-sampled-changed1"]
-    assert [(each["max_failed_share"], each["require_reward"]) for each in measured.requests] == [(None, True)] * 2
+    assert [each["strict"] for each in measured.requests] == [True] * 2
     assert {(request["mode"], *request["tasks"]) for request in measured.requests} == {("test", "h1", "h2")}
     assert (measured.progress, measured.writes) == ([2, 4], 2)
     assert list(measured.state.evaluations) == ["before-greedy", "before-sampled"]
@@ -160,7 +159,7 @@ async def test_the_trained_weights_are_measured_again_where_a_run_has_continued(
     await measured.run.measure_trained()
     assert measured.names == ["r-after-000004-greedy-changed1"]
     assert (measured.state.measured_step, measured.requests[0]["tasks"]) == (4, ["h1"])
-    assert (measured.requests[0]["max_failed_share"], measured.requests[0]["require_reward"]) == (1.0, False)
+    assert measured.requests[0]["strict"] is False
     measured.state.step, measured.state.best_step = 9, 6
     measured.result = Evaluation((0.5,))
     found = await measured.run.measure_trained()

@@ -39,7 +39,6 @@ from agentlightning.algorithms.step import (
     SIZE,
     CreditAssigner,
     Feedback,
-    Models,
     OverlongPenalty,
     Replay,
     ReplayBuffer,
@@ -74,7 +73,17 @@ from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.policy.config import AgentSetting
-from agentlightning.policy.losses import ADVANTAGES, LOSSES, Loss, PPOLoss, PreferenceLoss, TokenLoss, token_losses
+from agentlightning.policy.losses import (
+    ADVANTAGES,
+    LOSSES,
+    REF_LOGPROBS,
+    TEACHER_LOGPROBS,
+    Loss,
+    PPOLoss,
+    PreferenceLoss,
+    TokenLoss,
+    token_losses,
+)
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.settings import AtLeastOne, PositiveShare, SettingsSignature
@@ -268,9 +277,11 @@ class LightningRLConfig(RolloutsConfig):
                 f'loss "{pairs[0]}" learns from preferences, which rollouts with rewards do not give; use'
                 f' algorithm.type="dpo" with algorithm.loss="{pairs[0]}" (agl dpo, agl.DPO)'
             )
-        if "distill" in types and self.teacher is None:
-            raise ValueError('loss "distill" learns from a teacher; set teacher=DIRECTORY of a model')
-        if self.teacher is not None and "distill" not in types:
+        # The teacher of "sdpo" is the policy itself.
+        taught = [loss.type for loss in self.losses if TEACHER_LOGPROBS in loss.needs and loss.type != "sdpo"]
+        if taught and self.teacher is None:
+            raise ValueError(f'loss "{taught[0]}" learns from a teacher; set teacher=DIRECTORY of a model')
+        if self.teacher is not None and not taught:
             raise ValueError(f'teacher={self.teacher!r} is used by no loss; add "distill", or leave it out')
         if self.feedback is not None and "sdpo" not in types:
             raise ValueError('feedback is used by no loss; add "sdpo", or leave it out')
@@ -280,8 +291,10 @@ class LightningRLConfig(RolloutsConfig):
                 "kl_in_reward, overlong and truncated_reward change the one reward of a rollout; use them with"
                 ' agent_rewards="shared" and without normalization "gdpo"'
             )
-        if {"sdpo", "distill"} <= types:
-            raise ValueError('losses "sdpo" and "distill" have different teachers for the same tokens; use one of them')
+        if taught and "sdpo" in types:
+            raise ValueError(
+                f'losses "sdpo" and "{taught[0]}" have different teachers for the same tokens; use one of them'
+            )
         return self
 
     @field_validator("loss", mode="before")
@@ -422,13 +435,10 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
     async def _update(self, training: Training, samples: Sequence[TrainingSample], average: float | None) -> Metrics:
         config = self.config
         needed = needed_columns(config.losses, config.mismatch, config.proximal)
-        samples = await with_columns(training, samples, needed, self._models, lambda each: self._learns([each]))
+        models = {REF_LOGPROBS: config.reference, TEACHER_LOGPROBS: config.teacher}
+        samples = await with_columns(training, samples, needed, models, lambda each: self._learns([each]))
         options = UpdateOptions(config.loss, config.minibatches, config.mismatch, average)
         return await training.update(samples, options)
-
-    @property
-    def _models(self) -> Models:
-        return Models(self.config.reference, self.config.teacher)
 
     async def _collect(
         self, training: Training, target: str | None
@@ -479,7 +489,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         coefficient, weights = self.config.kl_in_reward, self.config.reward_weights
         if coefficient and trajectories:
             trajectories, own = await with_kl_penalty(
-                training, trajectories, coefficient, self._models, target, weights
+                training, trajectories, coefficient, self.config.reference, target, weights
             )
             metrics |= own
         return trajectories, metrics

@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
@@ -25,7 +26,7 @@ from pydantic import FiniteFloat, field_validator
 from agentlightning.algorithms.agents import of_target, unusable
 from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
 from agentlightning.algorithms.recorded.sessions import Tokenizer, renamed, without_probabilities
-from agentlightning.algorithms.step import Models, learner_of, reward_metrics, scores
+from agentlightning.algorithms.step import learner_of, reward_metrics, scores_of
 from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.chat.base import Message
@@ -35,7 +36,7 @@ from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import NO_TARGET_CALLS, Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
-from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, REF_LOGPROBS, WEIGHTS, DPOLoss, Loss, PreferenceLoss
+from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, WEIGHTS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.task import json_lines, load_dataset
 from agentlightning.trajectory import CallId, TokenTree, TrainingSample, Trajectory
 from agentlightning.util.settings import AtLeastOne, SettingsSignature
@@ -157,7 +158,8 @@ def _record(value: Any, where: str) -> PreferenceRecord:
     fields = cast("dict[str, Any]", value)
     chosen, rejected = (_messages(fields, name, "assistant", where) for name in ("chosen", "rejected"))
     if fields.get("prompt") is None:
-        prompt = _common(chosen, rejected)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+        prompt = tuple(message for message, _ in same)
         if not prompt:
             raise _wrong(where, "prompt is missing, and chosen and rejected have no beginning in common")
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -194,13 +196,6 @@ def _messages(fields: Mapping[str, Any], name: str, role: str, where: str) -> tu
         if not (isinstance(content, str | list) or (given == "assistant" and turn.get("tool_calls"))):
             raise _wrong(where, f"{name}[{place}].content is {content!r:.60}, not a text")
     return tuple(read_message(f"{where}: {name}[{place}]", turn) for place, turn in enumerate(turns))
-
-
-def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> tuple[Message, ...]:
-    length = 0
-    while length < min(len(chosen), len(rejected)) and chosen[length] == rejected[length]:
-        length += 1
-    return tuple(chosen[:length])
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -366,7 +361,7 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
         own = (await learner_of(training).score(trees, {"logprobs"}))["logprobs"]
         reference = None
         if loss.reference:
-            reference = await scores(training, trees, REF_LOGPROBS, Models(self.config.reference))
+            reference = await scores_of(training, trees, self.config.reference)
         factors = [each.node_factors(mean=loss.mean) for each in compared]
         margins = [
             sum(

@@ -67,8 +67,8 @@ class Sequential(Algorithm[SequentialConfig]):
         if isinstance(stages, SequentialConfig):
             rounds, stages = stages.rounds, [make_algorithm(each) for each in stages.stages]
         check_stages(stages)
-        if rounds < 1:
-            raise ConfigError(f"rounds={rounds} runs no stage; use at least 1")
+        if not isinstance(rounds, int) or rounds < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"rounds={rounds} runs no stage; use a whole number, at least 1")
         self.stages, self.rounds = tuple(stages), rounds
         self._plan = [*stages, *(_anew(each) for _ in range(rounds - 1) for each in stages)]
         """The stages of all rounds."""
@@ -212,5 +212,6 @@ def check_stages(stages: object) -> None:
 
 def _anew(stage: Algorithm[Any]) -> Algorithm[Any]:
     """The same algorithm, for a later round. What it was given that lives outside of it stays the same object."""
-    outside = (getattr(stage, name, None) for name in ("store", "client", "on_favourite", "dataset", "validation"))
+    names = ("store", "client", "on_favourite", "on_step", "model", "dataset", "validation")
+    outside = (getattr(stage, name, None) for name in names)
     return copy.deepcopy(stage, {id(each): each for each in outside if each is not None})

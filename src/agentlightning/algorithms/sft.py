@@ -177,8 +177,7 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     @property
     def has_dataset(self) -> bool:
         """Whether it was given anything to learn from."""
-        found = self.dataset
-        return found is not None and (isinstance(found, TrajectoryQuery | str) or len(found) > 0)
+        return self.dataset is not None and not (isinstance(self.dataset, list | tuple) and not self.dataset)
 
     @property
     def reads_sessions(self) -> bool:

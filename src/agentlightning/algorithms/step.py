@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from pydantic import FiniteFloat, PositiveFloat, TypeAdapter, ValidationError, model_validator
 
@@ -65,14 +65,6 @@ from agentlightning.util.settings import AtLeastOne, PositiveShare, Section
 COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
 
 
-class Models(NamedTuple):
-    """The models beside the policy: named as in `PolicyConfig.model`, for the policy's own tokens."""
-
-    reference: str | None = None
-    """None: the weights that the run started from."""
-    teacher: str | None = None
-
-
 def needed_columns(
     losses: Sequence[TokenLoss], mismatch: Mismatch | None, proximal: Proximal | None = None
 ) -> frozenset[str]:
@@ -89,41 +81,38 @@ async def with_columns(
     training: Training,
     samples: Sequence[TrainingSample],
     needed: Collection[str],
-    models: Models,
+    models: Mapping[str, str | None],
     learns: Callable[[TrainingSample], bool],
 ) -> list[TrainingSample]:
-    """The samples with the columns they lack; those that nothing is learned from need no proximal policy."""
+    """The samples with the columns they lack; those that nothing is learned from need no proximal policy. `models`: by
+    column, the model that scores it (see `scores_of`)."""
     found = list(samples)
     for column in sorted(needed):
         lacking = {i: each for i, each in enumerate(found) if column not in each.columns}
         if column == PROXIMAL_LOGPROBS:
             lacking = {i: each for i, each in lacking.items() if learns(each)}
-        if lacking:
-            trees, adapters = [each.tree for each in lacking.values()], [each.adapter for each in lacking.values()]
-            columns = await scores(training, trees, column, models, adapters)
-            for (i, sample), values in zip(lacking.items(), columns, strict=True):
-                found[i] = replace(sample, columns={**sample.columns, column: values})
+        if not lacking:
+            continue
+        trees, learner = [each.tree for each in lacking.values()], learner_of(training)
+        if column == INTERPOLATION:
+            columns = [interpolations(tree, learner.policy_version, learner.updates_of) for tree in trees]
+        elif column == PROXIMAL_LOGPROBS:
+            adapters = [each.adapter for each in lacking.values()]
+            columns = await scores_by_adapter(learner, trees, "logprobs", adapters)
+        else:
+            columns = await scores_of(training, trees, models[column])
+        for (i, sample), values in zip(lacking.items(), columns, strict=True):
+            found[i] = replace(sample, columns={**sample.columns, column: values})
     return found
 
 
-async def scores(
-    training: Training,
-    trees: Sequence[TokenTree],
-    column: str,
-    models: Models,
-    adapters: Sequence[str | None] = (),
+async def scores_of(
+    training: Training, trees: Sequence[TokenTree], model: str | None
 ) -> Sequence[tuple[FloatArray, ...]]:
-    """A column of each tree; `adapters` are those that the trees train, by default the policy itself."""
-    learner = learner_of(training)
-    if column == INTERPOLATION:
-        return [interpolations(tree, learner.policy_version, learner.updates_of) for tree in trees]
-    if column == PROXIMAL_LOGPROBS:
-        return await scores_by_adapter(learner, trees, "logprobs", adapters or [None] * len(trees))
-    name = models.reference if column == REF_LOGPROBS else models.teacher
-    if name is None and column != REF_LOGPROBS:
-        raise ConfigError("there is no teacher to learn from; set teacher=DIRECTORY of a model")
-    model = await training.starting_weights() if name is None else Path(name)
-    return (await learner.score(trees, {"ref_logprobs"}, reference=model))["ref_logprobs"]
+    """The log-probabilities of each tree under another model, named as in `PolicyConfig.model`. None: under the weights
+    that the run started from."""
+    directory = await training.starting_weights() if model is None else Path(model)
+    return (await learner_of(training).score(trees, {"ref_logprobs"}, reference=directory))["ref_logprobs"]
 
 
 async def scores_by_adapter(
@@ -493,21 +482,21 @@ async def with_kl_penalty(
     training: Training,
     trajectories: Sequence[Trajectory],
     coefficient: float,
-    models: Models,
+    reference: str | None,
     target_agent: str | None = None,
     weights: RewardWeights = None,
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """The trajectories with `coefficient` times their divergence from the reference taken from their rewards, and the
+    """The trajectories with `coefficient` times their divergence from the `reference` taken from their rewards, and the
     mean divergence of a rollout in nats."""
     groups = group_trajectories(trajectories)
     trees = [token_tree(group) for group in groups]
-    columns = await scores(training, trees, REF_LOGPROBS, models)
-    reference = with_shared(by_call(trees, columns), groups)
+    columns = await scores_of(training, trees, reference)
+    known = with_shared(by_call(trees, columns), groups)
     divergence = [
         sum(
-            sum(call.logprobs) - float(reference[call.call_id].sum(dtype="float64"))
+            sum(call.logprobs) - float(known[call.call_id].sum(dtype="float64"))
             for call in each.transitions
-            if call.call_id in reference and is_target(call.agent, target_agent)
+            if call.call_id in known and is_target(call.agent, target_agent)
         )
         for each in trajectories
     ]

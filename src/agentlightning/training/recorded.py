@@ -1,10 +1,19 @@
 """Recorded data as what a run learns from: sessions of a store, conversations, or preference pairs, without an agent.
 
-`open_recorded` reads the sessions, has `plan` choose what the algorithm learns from, in the tokens of the
-model, and makes a source of batches: groups of one task each, over and over, or as they arrive. All else is the run of
-any other algorithm: settings, steps, checkpoints, measurements (of an agent, where there is one), report and resume.
+`open_recorded` reads the sessions, has `RecordedSessions.plan` choose what the algorithm learns from, in the tokens of
+the model, and makes a source of batches: groups of one task each, over and over, or as they arrive. All else is the run
+of any other algorithm: settings, steps, checkpoints, measurements (of an agent, where there is one), report and resume.
 
-Sessions of tasks that have one session each share a group, whose mean reward is then the baseline of all of them.
+LightningRL learns from sessions of another policy by one of three methods, and other algorithms from the same forms:
+
+    importance   the policy gradient, each token weighed by a clipped importance ratio without gradient (CISPO,
+                 arXiv:2506.13585, equations 4 and 5): needs the log-probability each token was sampled with
+    awr          advantage-weighted regression (arXiv:1910.00177, equation 3): needs rewards that differ
+    rejection    rejection sampling fine-tuning (arXiv:2308.01825): imitates the successful sessions, and needs some
+
+The clip of PPO is for data of the present policy: beyond its bounds a token has no gradient, so that sessions of
+another policy would soon teach nothing. Sessions of tasks that have one session each share a group, whose mean reward
+is then the baseline of all of them.
 """
 
 from __future__ import annotations
@@ -15,34 +24,265 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 from msgspec import Struct
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
-from agentlightning.algorithms.preference import DPO
-from agentlightning.algorithms.recorded.plan import Plan, RecordedSessions, plan, prepare
-from agentlightning.algorithms.recorded.sessions import PART, Session, Sessions, Tokenizer, read_sessions
+from agentlightning.algorithms.preference import DPO, load_preferences, to_preferences
+from agentlightning.algorithms.recorded.sessions import (
+    NO_LOGPROBS,
+    PART,
+    Session,
+    Sessions,
+    TokenizedSession,
+    Tokenizer,
+    describe_notes,
+    read_sessions,
+    successful,
+    without_probabilities,
+)
 from agentlightning.algorithms.sequential import Sequential
-from agentlightning.algorithms.sft import RejectionSampling, SFTResult
+from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm, SFTResult
 from agentlightning.algorithms.training import Collected, RolloutRequest
-from agentlightning.config import DataConfig, TrainConfig
-from agentlightning.credit.rejection import Rejection
+from agentlightning.config import CurriculumConfig, DataConfig, TrainConfig
+from agentlightning.credit import group_trajectories, is_target
+from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit.base import SMALLEST_SPREAD, spread
+from agentlightning.credit.rejection import Rejection, count_reasons, describe_reasons
 from agentlightning.errors import ConfigError, DatasetError, TrainingStopped
 from agentlightning.models.resolve import TINY
+from agentlightning.policy.losses import SAMPLED_LOGPROBS, AWRLoss, CISPOLoss, PPOLoss
 from agentlightning.store import LightningStore
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.trajectory_query import TrajectoryQuery
-from agentlightning.task import load_dataset
+from agentlightning.task import load_dataset, task_key
 from agentlightning.training.persistence.checkpoints import make_starting_policy
 from agentlightning.training.persistence.run_dir import RecordedData, RunDir, RunState, Tasks
 from agentlightning.training.report.result import RecordedResult
 from agentlightning.training.sources.collector import checked
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
+
+# -- plan ------------------------------------------------------------------------------------------------------------
+
+# What an algorithm learns from, in the form that it needs.
+
+Method: TypeAlias = Literal["importance", "awr", "rejection"]
+Form: TypeAlias = Literal["importance", "awr", "rejection", "whole", "recorded"]
+"""The form of sessions: that of a method, whole sessions of whatever policy, or what was recorded as it is."""
+METHODS: Final[Mapping[Method, str]] = {
+    "importance": "importance-weighted policy gradient",
+    "awr": "advantage-weighted regression",
+    "rejection": "rejection sampling fine-tuning",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is learned, and how."""
+
+    algorithm: Algorithm[Any]
+    examples: Sequence[TokenizedSession] = ()
+    """Empty for an algorithm that reads its data itself."""
+    rejected: Sequence[Rejection] = ()
+    notes: Sequence[str] = ()
+    sessions: int = 0
+    """What is learned from. 0: the algorithm counts it."""
+    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sessions that were not chosen, by reason."""
+    method: Method | None = None
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [each.trajectory for each in self.examples]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSessions:
+    """The sessions of a run without an agent, and the settings of how they are learned from."""
+
+    sessions: Sequence[Session]
+    tokenizer: Tokenizer
+    settings: DataConfig
+    data: RecordedData
+
+    def plan(self, algorithm: Algorithm[Any]) -> Plan:
+        """What an algorithm learns from. Raises DatasetError where that is nothing, saying what is missing."""
+        if isinstance(algorithm, SFTAlgorithm):
+            return self._demonstrations(algorithm)
+        if isinstance(algorithm, RejectionSampling):
+            return self._successes(algorithm)
+        if isinstance(algorithm, DPO):
+            return self._preferences(algorithm)
+        return self._by_method(algorithm) if isinstance(algorithm, LightningRL) else self._in_form(algorithm, "whole")
+
+    def prepare(self, form: Form, weights: Any) -> tuple[list[TokenizedSession], list[Rejection]]:
+        """The sessions that have a reward, or parts of them, in the form that is learned from, and those that cannot
+        be."""
+        found: list[TokenizedSession] = []
+        rejected: list[Rejection] = []
+        for session in (part for each in self.sessions for part in divided(each, form, self.tokenizer.target)):
+            made, score = self.tokenizer(session), session.score(weights)
+            if isinstance(made, Rejection) or isinstance(score, Rejection):
+                rejected.append(made if isinstance(made, Rejection) else score)  # pyright: ignore[reportArgumentType]
+            elif form == "importance" and not made.logprobs:
+                message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns'
+                rejected.append(Rejection(made.trajectory.rollout_id, NO_LOGPROBS, f"{message} from it"))
+            elif form in ("importance", "recorded"):
+                found.append(made)
+            else:
+                found.append(replace(made, trajectory=without_probabilities(made.trajectory)))
+        return found, rejected
+
+    def _in_form(self, algorithm: Algorithm[Any], form: Form, refused: Sequence[Rejection] = ()) -> Plan:
+        """An algorithm learns from the sessions in a form, but not from those that it has `refused`."""
+        found, rejected = self.prepare(form, algorithm.reward_weights)
+        check_any(found, rejected)
+        left_out = {each.rollout_id for each in refused}
+        found = [each for each in found if each.trajectory.rollout_id not in left_out]
+        notes = [f"{algorithm.name}: {len(found)} sessions"]
+        if form != "whole" and (several := sum(bool(each.rewards) for each in self.sessions)):
+            notes.append(f"{several} sessions hold several rewards; each belongs to the calls since the one before it")
+        if foreign := sum(each.foreign for each in found):
+            notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
+        notes += describe_notes(self.tokenizer.counts)
+        return Plan(algorithm, found, [*rejected, *refused], notes, len(found))
+
+    def _demonstrations(self, algorithm: SFTAlgorithm) -> Plan:
+        if not algorithm.reads_sessions:
+            return Plan(algorithm.on(algorithm.dataset))
+        query: Mapping[str, Any] = self.data.sources.get("dataset") or {"threshold": self.settings.success_threshold}
+        found, left_out = successful(self.sessions, TrajectoryQuery(None, **query))
+        return Plan(algorithm.on(found), left_out=left_out)
+
+    def _successes(self, algorithm: RejectionSampling) -> Plan:
+        made, bound = self._in_form(algorithm, "rejection"), algorithm.config.success_threshold
+        chosen = [each for each in made.examples if algorithm.is_success(each.trajectory)]
+        if not chosen:
+            raise DatasetError(
+                f"none of {made.sessions} sessions has a reward of {bound:g} or more; lower success_threshold"
+            )
+        return replace(made, examples=chosen, sessions=len(chosen))
+
+    def _preferences(self, algorithm: DPO) -> Plan:
+        if algorithm.reads_sessions:
+            made = self._in_form(algorithm, "awr")
+            examples = [replace(each, trajectory=_by_prompt(each.trajectory)) for each in made.examples]
+            made = replace(made, examples=examples)
+        else:
+            records = load_preferences(algorithm.data)
+            found, rejected = to_preferences(records, self.tokenizer)
+            if not found:
+                raise DatasetError(
+                    f"none of {len(records)} preference pairs can be learned from"
+                    f" ({describe_reasons(count_reasons(rejected))}). The first: {rejected[0].rollout_id}:"
+                    f" {rejected[0].message}"
+                )
+            pairs = len(found) // 2
+            notes = (f"{algorithm.name}: {pairs} preference pairs", *describe_notes(self.tokenizer.counts))
+            made = Plan(algorithm, [TokenizedSession(each) for each in found], rejected, notes, pairs)
+        algorithm.check_data(made.trajectories, algorithm.config.target_agent)
+        return made
+
+    def _by_method(self, algorithm: LightningRL) -> Plan:
+        config, weights, bound = algorithm.config, algorithm.reward_weights, self.settings.success_threshold
+        recorded = replace(self, sessions=[self.tokenizer.read(each) for each in self.sessions])
+        found, rejected = recorded.prepare("recorded", weights)
+        check_any(found, rejected)
+        sampled = [each.trajectory for each in found if each.logprobs]
+        refused = algorithm.rejections(sampled, config.target_agent) if sampled else []
+        method, notes = recorded.choose_method(found, len(sampled) - len(refused), weights)
+        if method == "rejection":
+            names = ("steps", "tasks_per_step", "target_agent", "reward_weights", "optimizer")
+            shared: dict[str, Any] = {name: getattr(config, name) for name in names}
+            made = recorded.plan(RejectionSampling(group_size=1, success_threshold=bound, **shared))
+        else:
+            by_ratio = method == "importance"
+            learner = with_loss(algorithm, self.data.given, by_ratio)
+            made = recorded._in_form(learner, method, refused if by_ratio else ())
+        return replace(made, method=method, notes=[*notes, *made.notes[1:]])
+
+    def choose_method(self, found: Sequence[TokenizedSession], known: int, weights: Any) -> tuple[Method, list[str]]:
+        """The method that the data has what it needs for, and why: of the sessions that were `found`, `known` have
+        log-probabilities. Raises DatasetError, saying what is missing."""
+        trajectories = [each.trajectory for each in found]
+        groups = [[team_score(each, weights) or 0.0 for each in group] for group in group_trajectories(trajectories)]
+        singles = [group[0] for group in groups if len(group) == 1]
+        varied = self.settings.follow
+        varied = varied or any(spread(group) > SMALLEST_SPREAD for group in (*groups, singles) if group)
+        ids, bound = {each.rollout_id for each in trajectories}, self.settings.success_threshold
+        own = [each for each in self.sessions if each.rollout.rollout_id in ids]
+        parts = [part for each in own for part in divided(each, "rejection", self.tokenizer.target)]
+        wins = sum(reward >= bound for part in parts if (reward := part.reward(weights)) is not None)
+        method, tasks = self.data.method or self.settings.method, len(groups)
+        if method == "importance" and not known:
+            raise DatasetError(
+                f'method="importance" needs log-probabilities of the sampler, and none of {len(found)} sessions has'
+                ' them in tokens of this model: record through the gateway with this model, or use method="awr"'
+            )
+        if method in ("importance", "awr") and not varied:
+            raise DatasetError(
+                f'method="{method}" learns from differences in reward, and the sessions of each of {tasks} tasks'
+                ' have the same one; record more of the same task, or use method="rejection"'
+            )
+        if method == "auto" and varied:
+            method = "importance" if known * 2 >= len(found) else "awr"
+        elif method in ("auto", "rejection"):
+            method = "rejection"
+            if not wins:
+                raise DatasetError(
+                    f"the sessions of each of {tasks} tasks have the same reward, and none of {len(found)} has"
+                    f" {bound:g} or more: there is nothing to prefer. Record sessions that differ, or lower"
+                    " success_threshold"
+                )
+        notes = [
+            f"LightningRL learns by {METHODS[method]}: {len(found)} sessions of {tasks} tasks, {known} of them"
+            f" with log-probabilities, {wins} with a reward of {bound:g} or more"
+        ]
+        if singles:
+            notes.append(f"{len(singles)} tasks have one session each; their baseline is the mean of such sessions")
+        return method, notes
+
+
+def check_any(found: Sequence[TokenizedSession], rejected: Sequence[Rejection]) -> None:
+    """Raises DatasetError where no session can be learned from."""
+    if not found:
+        raise DatasetError(f"no session has a reward and tokens to learn from; the last one: {rejected[-1].message}")
+
+
+def divided(session: Session, form: Form, target: str | None) -> list[Session]:
+    """A session, or its parts of the agents to train where it holds several rewards. A conversation is one episode,
+    whose credit rule says what each reward is due to, unless it is imitated."""
+    if not session.rewards or not (form == "rejection" or (form == "awr" and session.has_independent_parts)):
+        return [session]
+    parts = [part for part in session.parts() if any(is_target(call.agent, target) for call in part.calls)]
+    return parts or [session]
+
+
+def with_loss(algorithm: LightningRL, given: Sequence[str], by_ratio: bool) -> LightningRL:
+    """What learns from sessions of another policy, with the loss of the method unless one that fits was `given`."""
+    config = algorithm.config
+    changes: dict[str, Any] = {} if by_ratio else {"mismatch": None}
+    needs_sampler = any(SAMPLED_LOGPROBS in loss.needs for loss in config.losses)
+    if needs_sampler != by_ratio or ("loss" not in given and config.loss == PPOLoss()):
+        changes["loss"] = CISPOLoss() if by_ratio else AWRLoss()
+    found = algorithm.with_settings(changes, "for the recorded sessions")
+    found.objective = "reinforcement" if by_ratio else "supervised"
+    return found
+
+
+def _by_prompt(whole: Trajectory) -> Trajectory:
+    """Parts of sessions are compared with those that answer the same prompt, and not with all of their task."""
+    if PART not in whole.rollout_id:
+        return whole
+    return replace(whole, group=f"{whole.group} {task_key(list(whole.transitions[0].prompt_token_ids))}")
+
+
+# -- source ----------------------------------------------------------------------------------------------------------
 
 SINGLES = "sessions of tasks with one session"
 """The group of such sessions."""
@@ -73,29 +313,28 @@ class RecordedSource(Struct):
     """Batches of recorded sessions, and the account of those that were left out."""
 
     plan: Plan
-    data: RecordedData
+    recorded: RecordedSessions
     progress: Progress
-    tokenizer: Tokenizer
     store: LightningStoreBase | None
-    settings: DataConfig
     seed: int
     _groups: list[tuple[Trajectory, ...]] = []
     """Of the present epoch."""
     _waiting: list[Trajectory] = []
     """Those that arrived and were not learned from."""
-    _known: set[str] = set()
-    """Rollouts that were read."""
+
+    @property
+    def data(self) -> RecordedData:
+        return self.recorded.data
 
     def __post_init__(self) -> None:
-        learned = set(self.data.source.get("learned", ()))
-        self._waiting = [each for each in self.plan.trajectories if _session(each.rollout_id) not in learned]
-        read = [*self.data.rejected, *(each.rollout_id for each in self._waiting)]
-        self._known = {*learned, *map(_session, read)}
+        learned = set(self.data.source.get("learned", ()))  # Earlier versions have whole sessions there.
+        found = self.plan.trajectories
+        self._waiting = [each for each in found if learned.isdisjoint((each.rollout_id, _session(each.rollout_id)))]
 
     async def next(self, request: RolloutRequest) -> Collected:
         """See `RolloutSource.next`. Sampling parameters and timeouts do not apply to what was recorded."""
         started = time.monotonic()
-        batch = await self._arrived(request) if self.settings.follow else self._of_epoch(request)
+        batch = await self._arrived(request) if self.recorded.settings.follow else self._of_epoch(request)
         usable, rejected = await checked(batch, request.check)
         self.reject(rejected)
         return Collected(usable, rejected=rejected, seconds=time.monotonic() - started)
@@ -121,7 +360,7 @@ class RecordedSource(Struct):
 
     async def _arrived(self, request: RolloutRequest) -> list[Trajectory]:
         """As many sessions as the request asks for, whatever their tasks. Raises NothingArrived after the timeout."""
-        wanted, timeout = request.tasks * request.group_size, self.settings.follow_timeout
+        wanted, timeout = request.tasks * request.group_size, self.recorded.settings.follow_timeout
         arrived = time.monotonic()
         while len(self._waiting) < wanted:
             if await self._read():
@@ -133,19 +372,18 @@ class RecordedSource(Struct):
             else:
                 await asyncio.sleep(POLL_SECONDS)
         batch, self._waiting = self._waiting[:wanted], self._waiting[wanted:]
-        learned = [*self.data.source.get("learned", ()), *(_session(each.rollout_id) for each in batch)]
-        self.data.source = {"learned": list(dict.fromkeys(learned))}
+        self.data.source = {"learned": [*self.data.source.get("learned", ()), *(each.rollout_id for each in batch)]}
         groups = chunks(batch, request.group_size, random.Random(self.seed))
         return [each for group in groups for each in group]
 
     async def _read(self) -> bool:
         assert self.store is not None
         assert self.plan.method is not None  # LightningRL alone follows a store (`check_recorded`).
-        found = await read_sessions(self.store, known=self._known)
-        self._known |= {each.rollout.rollout_id for each in found.usable}
-        self._known |= {each.rollout_id for each in found.rejected}
-        weights = self.plan.algorithm.reward_weights
-        usable, rejected = await asyncio.to_thread(prepare, found.usable, self.tokenizer, self.plan.method, weights)
+        waiting = (each.rollout_id for each in self._waiting)
+        read = {_session(each) for each in (*self.data.source.get("learned", ()), *self.data.rejected, *waiting)}
+        found = await read_sessions(self.store, known=read)
+        arrived, weights = replace(self.recorded, sessions=found.usable), self.plan.algorithm.reward_weights
+        usable, rejected = await asyncio.to_thread(arrived.prepare, self.plan.method, weights)
         self.reject([*found.rejected, *rejected])
         self._waiting += [each.trajectory for each in usable]
         return bool(usable)
@@ -256,16 +494,8 @@ async def open_recorded(
     if config.policy.model == TINY and not records:
         raise ConfigError("no model: give model=NAME to the trainer, such as smollm2-135m or a directory")
     await make_starting_policy(config, run_dir, Tasks(records), progress)
-    recorded = RecordedSessions(
-        sessions.usable,
-        await _tokenizer(config, run_dir, target),
-        data.method or config.data.method,  # pyright: ignore[reportArgumentType]
-        config.data.success_threshold,
-        config.data.follow,
-        data.given,
-        data.sources.get("dataset") or {"threshold": config.data.success_threshold},
-    )
-    made = await asyncio.to_thread(plan, algorithm, recorded)
+    recorded = RecordedSessions(sessions.usable, await _tokenizer(config, run_dir, target), config.data, data)
+    made = await asyncio.to_thread(recorded.plan, algorithm)
     measured = {"modes_val_and_test": sessions.measured} if sessions.measured else {}
     if data.rollouts is None:
         data.left_out = {**made.left_out, **measured}
@@ -274,7 +504,7 @@ async def open_recorded(
                 each.rollout_id for each in (*(each.rollout for each in sessions.usable), *sessions.rejected)
             ]
     data.method, data.sessions = made.method, made.sessions or data.sessions
-    source = RecordedSource(made, data, progress, recorded.tokenizer, store, config.data, config.run.seed)
+    source = RecordedSource(made, recorded, progress, store, config.run.seed)
     source.reject([*sessions.rejected, *made.rejected])
     for note in made.notes:
         source.say(note)
@@ -352,6 +582,7 @@ def check_recorded(algorithm: Algorithm[Any], config: TrainConfig, agent: Any, h
         )
     data = config.data
     for_rollouts: dict[str, Any] = {
+        "curriculum": config.curriculum != CurriculumConfig(),
         "guard": config.guard,
         "gate": agent is None and config.gate,
         "group_reward": config.group_reward,

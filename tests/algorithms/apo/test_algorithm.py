@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tests.support.prompt_worlds import START, PromptWorld
 
 import agentlightning as agl
@@ -86,3 +87,15 @@ async def test_a_search_that_ended_for_its_rounds_goes_on_where_there_are_more(m
         state = json.loads(json.dumps(running.state_dict()))
     assert "its 3 rounds are done" in run.warnings["apo_budget"]
     assert state["state"]["number"] == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"critic": "gpt-5-mini", "diversity_temperature": 0.5}, r'critic = "gpt-5-mini".*such as critic\.model'),
+        ({"beam": 3, "beam_width": 2}, r"beam = 3.*such as beam\.beam_width"),
+    ],
+)
+def test_a_value_in_place_of_a_section_is_named(arguments: Any, named: str) -> None:
+    with pytest.raises(agl.errors.ConfigError, match=named):
+        agl.APO(**arguments)

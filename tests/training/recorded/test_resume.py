@@ -280,11 +280,11 @@ def test_what_shows_any_run_shows_one_on_recorded_data(store: Any, fill: Any, ti
     assert CliRunner().invoke(build(), ["doctor", str(run_dir)]).exit_code == 0
 
 
-@pytest.mark.parametrize("section", ["guard", "gate", "group_reward", "run"])
+@pytest.mark.parametrize("section", ["guard", "gate", "group_reward", "run", "curriculum"])
 def test_settings_for_rollouts_are_refused(section: str, store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
     fill(store, 1)
     given: Any = {"guard": {}, "gate": {"tasks": "none.jsonl"}, "group_reward": "a:b"}
-    given["run"] = {"gateways": ["http://127.0.0.1:1"]}
+    given |= {"run": {"gateways": ["http://127.0.0.1:1"]}, "curriculum": {"tasks": "learnability"}}
     config = agl.TrainConfig(**{section: given[section]})
     with pytest.raises(ConfigError, match=f"{section}.*for rollouts of an agent"):
         agl.Trainer(config, store=store, model=tiny, run_dir=tmp_path / "run").train(1)

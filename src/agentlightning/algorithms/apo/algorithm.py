@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Final, Self
 
+from pydantic import BaseModel
+
 from agentlightning.algorithms.apo.beam import BeamSearch
 from agentlightning.algorithms.apo.config import APOConfig, BeamSearchConfig, PromptModel, announcement, check_budget
 from agentlightning.algorithms.apo.gepa import GepaSearch
@@ -34,6 +36,12 @@ GONE: Final = {
     "_poml_trace": "prompts of critic and editor are no POML; leave it out",
 }
 """Arguments of 0.x without a place here, and why."""
+
+
+def _changed(section: Any, changes: Mapping[str, Any]) -> Any:
+    """A section of settings with other values. What is no section is left to the check of all settings."""
+    known = section.model_dump() if isinstance(section, BaseModel) else section or {}
+    return {**known, **changes} if isinstance(known, Mapping) else known
 
 
 class APO(Algorithm[APOConfig]):
@@ -79,10 +87,9 @@ class APO(Algorithm[APOConfig]):
             if diversity_temperature is not None and (part == "critic" or changes or own is not None):
                 changes["temperature"] = diversity_temperature
             if changes:
-                given[part] = (own.model_dump() if isinstance(own, PromptModel) else dict(own or {})) | changes
-        beam = {name: given.pop(name) for name in BEAM if name in given}
-        if beam:
-            given = {"search": "beam", **given, "beam": {**dict(given.get("beam") or {}), **beam}}
+                given[part] = _changed(own, changes)
+        if beam := {name: given.pop(name) for name in BEAM if name in given}:
+            given = {"search": "beam", **given, "beam": _changed(given.get("beam"), beam)}
         super().__init__(config, **given)
         self.client = async_openai_client
         self._search: Search | None = None

@@ -452,7 +452,8 @@ class Tokenizer:
         answer_text = self._after(before, through, answer, name)
         spoken = any(each["role"] == "tool" or "tool_calls" in each for each in (*messages, answer))
         self._count("tools_in_messages", chat.tools_in_messages and bool(tools or spoken))
-        found = [at + len(end) for end in self._ends() if (at := answer_text.find(end)) >= 0]
+        ends = (chat.decode([token]) for token in sorted(chat.eos_token_ids))
+        found = [at + len(end) for end in ends if (at := answer_text.find(end)) >= 0]
         self._count("end_of_turn_added", not found)
         # At the first of several ends the sampler stops.
         return before, answer_text[: min(found, default=len(answer_text))], () if found else (chat.end_of_turn,)
@@ -485,9 +486,6 @@ class Tokenizer:
         written = written or f"\n{markers.end}\n\n"
         gap = opening.removeprefix(markers.start)
         return self.chat.escape(written.removeprefix(gap)) + text.lstrip()
-
-    def _ends(self) -> list[str]:
-        return [self.chat.decode([token]) for token in sorted(self.chat.eos_token_ids)]
 
     def _count(self, name: str, holds: bool) -> None:
         if not holds:
@@ -569,7 +567,8 @@ def _of_task(group: Sequence[Session], query: TrajectoryQuery, counts: Counter[s
 
 def _agreeing(group: Sequence[Session]) -> list[Session]:
     """The sessions whose last answer is that of the majority; none where there is no majority."""
-    answers = [_last_answer(session) for session in group]
+    last = (session.calls[-1].answer or {} for session in group)
+    answers = [" ".join(str(each.get("content") or "").split()).casefold() for each in last]
     known = Counter(answer for answer in answers if answer)
     if len(group) < MIN_VOTES or not known:
         return []
@@ -577,11 +576,6 @@ def _agreeing(group: Sequence[Session]) -> list[Session]:
     if votes * 2 <= len(group):
         return []
     return [session for session, own in zip(group, answers, strict=True) if own == answer]
-
-
-def _last_answer(session: Session) -> str:
-    answer = session.calls[-1].answer
-    return " ".join(str((answer or {}).get("content") or "").split()).casefold()
 
 
 def _content(session: Session) -> str:

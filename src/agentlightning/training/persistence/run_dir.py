@@ -28,7 +28,7 @@ import statistics
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Final, TypedDict, cast
+from typing import IO, Any, Final, Literal, TypedDict, cast
 
 import msgspec
 import orjson
@@ -88,7 +88,7 @@ class RecordedData(Struct):
     """`dataset`: the query of the store that supervised learning was given."""
     rollouts: list[str] | None = None
     """The sessions that the store held when the run began. None: the run follows the store, or reads none."""
-    method: str | None = None
+    method: Literal["importance", "awr", "rejection"] | None = None
     first_step: int = 0
     """Steps of an earlier call of `train` in the same directory."""
     source: dict[str, Any] = {}

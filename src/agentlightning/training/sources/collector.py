@@ -497,8 +497,7 @@ async def evaluate_tasks(
     repeats: int = 1,
     rollout_ids: Sequence[str] | None = None,
     reward_weights: RewardWeights,
-    max_failed_share: float | None = None,
-    require_reward: bool,
+    strict: bool = True,
     scores: Scores | None = None,
     on_progress: Callable[[int], None] | None,
     on_collected: Callable[[Collected], Awaitable[None]],
@@ -507,8 +506,8 @@ async def evaluate_tasks(
     task by task: a repeated call continues an interrupted evaluation. `scores`: rewards by rollout id, in place of
     those that the rollouts have.
 
-    Raises TrainingStopped as `RolloutCollector.collect` does where too many rollouts fail, and with `require_reward`
-    RewardError where rollouts succeed and none has a usable reward.
+    Failures are part of the result, unless it is `strict`: that raises TrainingStopped as `RolloutCollector.collect`
+    does where too many rollouts fail, and RewardError where rollouts succeed and none has a usable reward.
     """
     ends = [""] if repeats == 1 else [f"-{repeat}" for repeat in range(repeats)]
     plans = [
@@ -523,11 +522,11 @@ async def evaluate_tasks(
         resources_id=resources_id,
         mode=mode,
         check=None if scores is not None else lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
-        max_failed_share=max_failed_share,
+        max_failed_share=None if strict else 1.0,
         max_rejected_share=1.0,
         on_progress=on_progress,
     )
-    if require_reward and collected.rejected and not collected.trajectories:
+    if strict and collected.rejected and not collected.trajectories:
         first = collected.rejected[0]
         raise RewardError(
             f"none of {len(tasks)} tasks has a reward ({describe_reasons(collected.left_out)}). The first rollout,"
