@@ -281,7 +281,7 @@ async def test_a_session_that_is_silent_ends_and_frees_its_adapters(model: Path,
     host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"))
     service = TinkerService({"tiny": host}, tmp_path, session_seconds=0.3)
     watch = asyncio.create_task(service.end_silent_sessions())
-    silent, alive = (service.create_session(CreateSession())["session_id"] for _ in range(2))
+    silent, alive = [(await service.create_session(CreateSession()))["session_id"] for _ in range(2)]
     for _ in range(10):
         await asyncio.sleep(0.1)
         service.session(alive)
@@ -293,13 +293,13 @@ async def test_a_session_that_is_silent_ends_and_frees_its_adapters(model: Path,
 async def test_what_is_still_made_for_a_session_that_ends_is_forgotten(model: Path, tmp_path: Path) -> None:
     host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"))
     service = TinkerService({"tiny": host}, tmp_path)
-    session = service.create_session(CreateSession())["session_id"]
+    session = (await service.create_session(CreateSession()))["session_id"]
     body = {"session_id": session, "base_model": "tiny", "lora_config": LoraShape(rank=4)}
-    first = service.begin(CreateModel(model_seq_id=0, **body))
+    first = await service.begin(CreateModel(model_seq_id=0, **body))
     await service.requests.fetch(first, 10)
     busy = asyncio.create_task(host.worker.run(lambda: time.sleep(0.2)))
     await asyncio.sleep(0.05)
-    service.begin(CreateModel(model_seq_id=1, **body))
+    await service.begin(CreateModel(model_seq_id=1, **body))
     snapshot = SaveForSampler(model_id=f"{session}:train:0", seq_id=1, sampling_session_seq_id=0)
     service.requests.start(session, lambda: service.save_for_sampler(snapshot))
     await asyncio.sleep(0.05)
@@ -377,7 +377,7 @@ async def test_an_answer_of_another_session_does_not_wait_for_a_thousand(model: 
     try:
         ids: list[str] = []
         for number, samples in enumerate((512, 1, 2)):
-            session = service.create_session(CreateSession())["session_id"]
+            session = (await service.create_session(CreateSession()))["session_id"]
             made = CreateSampler(session_id=session, sampling_session_seq_id=0, base_model="tiny")
             sampler = (await service.create_sampler(made))["sampling_session_id"]
             body = _prompt() | {"sampling_session_id": sampler, "num_samples": samples}

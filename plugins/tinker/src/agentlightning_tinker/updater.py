@@ -25,11 +25,7 @@ from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import (
     ADVANTAGES,
     SAMPLED_LOGPROBS,
-    CISPOLoss,
-    ImportanceLoss,
     LossSetting,
-    NLLLoss,
-    PPOLoss,
     TokenBatch,
     TokenLoss,
     token_losses,
@@ -47,6 +43,7 @@ from agentlightning.policy.update.updater import (
     without,
 )
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
+from agentlightning_tinker.losses import native
 from agentlightning_tinker.session import LossRow, TinkerSession
 
 EPS: Final = 1e-8
@@ -214,27 +211,6 @@ class RemoteUpdater(Updater):
         return torch.from_numpy(
             np.concatenate([own[row.targets - 1] for own, row in zip(found, batch.rows, strict=True)])
         )
-
-
-LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
-NATIVE: Final[Mapping[type[TokenLoss], str]] = {
-    NLLLoss: "cross_entropy",
-    ImportanceLoss: "importance_sampling",
-    PPOLoss: "ppo",
-    CISPOLoss: "cispo",
-}
-"""What the API has, and its name there."""
-
-
-def native(loss: TokenLoss) -> tuple[str, Mapping[str, float]] | None:
-    """The API's name for a loss, and its settings there; None for one that it lacks, as those are that a user has
-    derived from one of its own."""
-    name = NATIVE.get(type(loss))
-    if name is None or loss.model_dump(exclude={"type", "coefficient", "clip_low", "clip_high"}, exclude_defaults=True):
-        return None
-    if not isinstance(loss, PPOLoss | CISPOLoss):
-        return name, {}
-    return name, {LOW: 0.0 if loss.clip_low is None else 1 - loss.clip_low, HIGH: 1 + loss.clip_high}
 
 
 def check_losses(losses: Sequence[TokenLoss]) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from starlette.responses import Response
 from tinker.proto import tinker_public_pb2  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
 from agentlightning.engine.base import Sample
 from agentlightning.errors import ConfigError
 
+PROTOBUF: Final = "application/x-protobuf"
 proto: Final[Any] = tinker_public_pb2
 _DTYPES: Final = {proto.DTYPE_FLOAT32: "<f4", proto.DTYPE_INT64: "<i8", proto.DTYPE_INT32: "<i4"}
 NO_TOKEN: Final = (0, -99999.0)
@@ -56,7 +58,7 @@ def _array(name: str, tensor: Any) -> Any:
     return np.frombuffer(tensor.dense, _DTYPES[tensor.dtype]).copy()
 
 
-def loss_output(logprobs: Sequence[Any], loss: float) -> bytes:
+def loss_output(logprobs: Sequence[Any], loss: float) -> Response:
     """The result of `forward_backward`: log p of the targets of each sequence, and the sum of the losses."""
     rows = [np.asarray(row, "<f4") for row in logprobs]
     columns = proto.BatchedTensor(
@@ -66,14 +68,18 @@ def loss_output(logprobs: Sequence[Any], loss: float) -> bytes:
     )
     kind = "TorchLossReturn"
     record = proto.ArrayRecord(type_tag=kind, num_datums=len(rows), fields={"logprobs": columns})
-    output = proto.ForwardBackwardOutput(loss_fn_output_type=kind, loss_fn_outputs=[record], metrics={"loss:sum": loss})
-    return output.SerializeToString()
+    metrics = {"loss:sum": loss}
+    return _response(proto.ForwardBackwardOutput(loss_fn_output_type=kind, loss_fn_outputs=[record], metrics=metrics))
 
 
-def sample_output(samples: Sequence[Sample], prompt_logprobs: Sequence[float] | None) -> bytes:
+def sample_output(samples: Sequence[Sample], prompt_logprobs: Sequence[float] | None) -> Response:
     """The result of `asample`. `prompt_logprobs`: of each token of the prompt, NaN where it has none."""
     prompt = None if prompt_logprobs is None else np.asarray(prompt_logprobs, "<f4").tobytes()
-    return proto.SampleResponse(sequences=map(_sequence, samples), prompt_logprobs=prompt).SerializeToString()
+    return _response(proto.SampleResponse(sequences=map(_sequence, samples), prompt_logprobs=prompt))
+
+
+def _response(message: Message) -> Response:
+    return Response(message.SerializeToString(), media_type=PROTOBUF)
 
 
 def _sequence(sample: Sample) -> Any:

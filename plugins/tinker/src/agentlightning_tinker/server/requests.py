@@ -15,6 +15,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 import orjson
+from starlette.responses import Response
 
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError
 
@@ -22,33 +23,29 @@ logger = logging.getLogger(__name__)
 
 FETCHED_BYTES: Final = 64 << 20
 """Results that were fetched stay up to this size together, for a client that lost the answer."""
-UNKNOWN_MODEL: Final = (
-    "model {!r} is unknown here: its session has ended, or the server was started again; create a training client from"
-    " a saved state"
-)
-PROTOBUF: Final = "application/x-protobuf"
-JSON: Final = "application/json"
+Found = Mapping[str, Any] | Response
+"""What a request gives: an object as JSON, or a response as it is."""
+Work = Callable[[], Awaitable[Found]]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    body: bytes
-    media_type: str = JSON
-
-    @classmethod
-    def failed(cls, error: BaseException) -> Result:
-        """The record of an error, and whether it is the caller's."""
-        users = isinstance(error, ConfigError | ContextLengthError | NotFoundError)
-        return cls(orjson.dumps({"error": str(error), "category": "user" if users else "server"}))
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-CANCELLED: Final = Result.failed(ConfigError("the request was cancelled"))
-Work = Callable[[], Awaitable[Mapping[str, Any] | Result]]
+def failure(error: BaseException) -> Response:
+    """The result of a request that failed: the error, and whether it is the caller's."""
+    users = isinstance(error, ConfigError | ContextLengthError | NotFoundError)
+    return json_response({"error": str(error), "category": "user" if users else "server"})
 
 
 def owner_of(name: str) -> str:
     """The session of a model, a sampler or a request, with which its name begins."""
     return name.partition(":")[0]
+
+
+def unknown(what: str) -> str:
+    """Says that a session, or something of one, is not there."""
+    return f"{what} is unknown here: its session has ended, or the server was started again; begin from a saved state"
 
 
 @dataclass(slots=True)
@@ -65,7 +62,7 @@ class Requests:
     """All requests of a server that have not been forgotten. The id of one that has a turn is MODEL:NUMBER."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str, asyncio.Task[Result]] = {}
+        self._tasks: dict[str, asyncio.Task[Response]] = {}
         self._turns: dict[str, _Turns] = {}
         """By model."""
         self._fetched: OrderedDict[str, int] = OrderedDict()
@@ -83,13 +80,13 @@ class Requests:
         """Run when all requests of the model with smaller numbers have. Raises ConfigError for an unknown model, and
         for a number that has passed and whose result is forgotten."""
         if (turns := self._turns.get(model)) is None:
-            raise ConfigError(UNKNOWN_MODEL.format(model))
+            raise ConfigError(unknown(f"model {model!r}"))
         if (name := f"{model}:{number}") in self._tasks:
             return name
         if number <= turns.passed:
             raise ConfigError(f"request {number} of model {model} has run, and its result is no longer kept")
 
-        async def in_turn() -> Mapping[str, Any] | Result:
+        async def in_turn() -> Found:
             if number:
                 await turns.ended[number - 1].wait()
             try:
@@ -101,14 +98,14 @@ class Requests:
 
         return self._start(name, in_turn)
 
-    async def fetch(self, name: str, seconds: float) -> Result | None:
+    async def fetch(self, name: str, seconds: float) -> Response | None:
         """The result of a request; None if it is not there in so many seconds. Raises NotFoundError for an unknown
         one."""
         if (task := self._tasks.get(name)) is None:
-            raise NotFoundError(f"request {name} is unknown: its session has ended, or the server was started again")
+            raise NotFoundError(unknown(f"request {name}"))
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
             return None
-        result = CANCELLED if task.cancelled() else task.result()
+        result = failure(ConfigError("the request was cancelled")) if task.cancelled() else task.result()
         if name in self._tasks:
             self._fetched[name] = len(result.body)
             self._fetched.move_to_end(name)
@@ -140,12 +137,11 @@ class Requests:
         return name
 
 
-async def _run(work: Work) -> Result:
+async def _run(work: Work) -> Response:
     try:
         found = await work()
-        return found if isinstance(found, Result) else Result(orjson.dumps(found))
-    except AgentLightningError as error:
-        return Result.failed(error)
+        return found if isinstance(found, Response) else json_response(found)
     except Exception as error:
-        logger.exception("a request of the Tinker API failed")
-        return Result.failed(error)
+        if not isinstance(error, AgentLightningError):
+            logger.exception("a request of the Tinker API failed")
+        return failure(error)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import Final, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -27,18 +26,12 @@ from agentlightning.util.settings import AtLeastOne, ShareBelowOne
 
 OLDEST_SDK: Final = "0.30"
 """The oldest version of the `tinker` package whose requests this server reads."""
-
-
 UNUSED: Final = frozenset({"type", "tags", "user_metadata", "project_id", "display_name", "allow_metadata_only"})
 """Fields that change nothing here, whatever they say."""
 
 
-class WireRequest(BaseModel):
+class WireRequest(BaseModel, extra="allow", frozen=True, protected_namespaces=()):
     """The base of requests."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
-    has_turn: ClassVar[bool] = False
-    """Whether it may have a turn among the requests of its model."""
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> WireRequest:
@@ -115,10 +108,11 @@ class Place(BaseModel):
     seq_id: int
 
     @classmethod
-    def of(cls, body: bytes) -> Place | None:
-        """None: it has none, or does not say which one."""
-        with suppress(ValidationError):
-            return cls.model_validate_json(body)
+    def of(cls, kind: type[WireRequest], body: bytes) -> Place | None:
+        """None: requests of this kind have none, or it does not say which one."""
+        if cls.model_fields.keys() <= kind.model_fields.keys():
+            with suppress(ValidationError):
+                return cls.model_validate_json(body)
 
 
 class AdamParams(WireRequest):
@@ -133,7 +127,6 @@ class AdamParams(WireRequest):
 class Queued(ModelId):
     """The base of requests that have a turn among those of their model."""
 
-    has_turn: ClassVar[bool] = True
     seq_id: int
 
 
@@ -159,7 +152,6 @@ class SaveExternal(Queued):
 class LoadWeights(WireRequest):
     """Without a model and its number, it begins one."""
 
-    has_turn: ClassVar[bool] = True
     model_id: str | None = None
     seq_id: int | None = None
     session_id: str | None = None
