@@ -36,7 +36,9 @@ LOSSES: Final[Mapping[str, tuple[type[TokenLoss], Mapping[str, float]]]] = {
     "gspo": (GSPOLoss, {LOW: 0.9997, HIGH: 1.0004}),
 }
 """By name: the class, and the settings with their defaults."""
-NATIVE: Final = {kind: name for name, (kind, _) in LOSSES.items() if kind is not GSPOLoss}
+NATIVE: Final[Mapping[type[TokenLoss], str]] = {
+    kind: name for name, (kind, _) in LOSSES.items() if kind is not GSPOLoss
+}
 """What a policy lets its server compute, as its name there."""
 
 

@@ -68,14 +68,14 @@ class TinkerPolicy:
         settings that the API lacks."""
         check_config(config)
         assert config.lora is not None
-        tokenizer, rank = await asyncio.to_thread(_tokenizer, config), config.lora.r
-        remote = await asyncio.to_thread(TinkerSession.open, server, config.model, rank, config.seed)
+        tokenizer = await asyncio.to_thread(_tokenizer, config)
+        remote = await TinkerSession.open(server, config.model, config.lora.r, config.seed)
         try:
             updater = RemoteUpdater(remote, config.lora.optimizer or config.optimizer)
             policy = cls(config, tokenizer, remote, updater)
-            policy._sampler = await asyncio.to_thread(remote.sampler)
+            policy._sampler = await remote.sampler()
         except BaseException:
-            await asyncio.to_thread(remote.close)
+            await remote.close()
             raise
         return policy
 
@@ -172,7 +172,7 @@ class TinkerPolicy:
         """Save weights and optimiser on the server, and where they are in `directory`, with the tokenizer. A checkpoint
         without `training_state` is the same: the weights are on the server."""
         async with self._changing:
-            path = await asyncio.to_thread(self._session.save, f"agl-{self._version:06d}-{token_hex(4)}")
+            path = await self._session.save(f"agl-{self._version:06d}-{token_hex(4)}")
             about = {
                 "path": path,
                 "base_model": self._session.base_model,
@@ -196,17 +196,17 @@ class TinkerPolicy:
                 " here; continue with the model it was saved from"
             )
         async with self._changing:
-            await asyncio.to_thread(self._session.load, str(about["path"]))
+            await self._session.load(str(about["path"]))
             self._updater.load_state_dict(about)
             await self._publish(max(self._version, int(about["policy_version"]), above) + 1)
 
     async def _publish(self, version: int) -> None:
         """Sample from the weights as they are now, from here on."""
-        self._sampler = await asyncio.to_thread(self._session.sampler)
+        self._sampler = await self._session.sampler()
         self._version = version
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._session.close)
+        await self._session.close()
 
 
 def read_checkpoint(directory: Path) -> dict[str, Any]:

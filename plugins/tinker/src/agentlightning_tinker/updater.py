@@ -10,6 +10,7 @@ The server computes at temperature 1 and over the whole vocabulary. Entropies ar
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ from agentlightning.policy.update.updater import (
 )
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 from agentlightning_tinker.losses import native
-from agentlightning_tinker.session import LossRow, TinkerSession
+from agentlightning_tinker.session import TinkerSession
 
 EPS: Final = 1e-8
 """Of AdamW, as torch has it."""
@@ -76,7 +77,7 @@ class RemoteOptimizer:
                 f"the loss of this step is {loss}, and the server cannot drop its gradient; resume the run"
             )
         lr = self._lr * self.config.factor(self.steps) * self.lr_factor
-        metrics = self._session.optim_step(lr, self.config, EPS)
+        metrics = asyncio.run(self._session.optim_step(lr, self.config, EPS))
         self.steps += 1
         found = next((value for name, value in metrics.items() if name.startswith("grad_norm")), math.nan)
         return {"lr": lr, "grad_norm": float(found), "optimizer_steps": 1.0, "skipped_steps": 0.0}
@@ -123,7 +124,7 @@ class RemoteUpdater(Updater):
         return table.by_node(found)
 
     def _base_logprobs(self, batch: MicroBatch) -> FloatArray:
-        scores = self.session.base_logprobs([row.token_ids for row in batch.rows])
+        scores = asyncio.run(self.session.base_logprobs([row.token_ids for row in batch.rows]))
         own = [np.asarray(each, np.float32)[row.targets] for each, row in zip(scores, batch.rows, strict=True)]
         return np.concatenate(own)
 
@@ -201,13 +202,13 @@ class RemoteUpdater(Updater):
         backward: bool = True,
     ) -> Tensor:
         """Compute a loss with these columns of the trained tokens [N] on the server; returns their logprobs_N."""
-        rows = [LossRow(row.token_ids, dict[str, FloatArray]()) for row in batch.rows]
+        inputs = [{name: np.zeros(row.length, np.float32) for name in columns} for row in batch.rows]
         for name, values in columns.items():
             parts = values.split([len(row.targets) for row in batch.rows])
-            for row, sent, part in zip(batch.rows, rows, parts, strict=True):
-                sent.inputs[name] = np.zeros(row.length, np.float32)
-                sent.inputs[name][row.targets - 1] = part.numpy()
-        found = self.session.forward_backward(rows, loss, settings, backward=backward)
+            for row, own, part in zip(batch.rows, inputs, parts, strict=True):
+                own[name][row.targets - 1] = part.numpy()
+        rows = [row.token_ids for row in batch.rows]
+        found = asyncio.run(self.session.forward_backward(rows, inputs, loss, settings, backward=backward))
         return torch.from_numpy(
             np.concatenate([own[row.targets - 1] for own, row in zip(found, batch.rows, strict=True)])
         )

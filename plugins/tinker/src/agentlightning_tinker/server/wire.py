@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -30,8 +31,10 @@ UNUSED: Final = frozenset({"type", "tags", "user_metadata", "project_id", "displ
 """Fields that change nothing here, whatever they say."""
 
 
-class WireRequest(BaseModel, extra="allow", frozen=True, protected_namespaces=()):
+class WireRequest(BaseModel):
     """The base of requests."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> WireRequest:
