@@ -16,8 +16,8 @@ from typing import Final
 
 import orjson
 
-from agentlightning_weights.bucket import DIFFERENCE, Bucket, FileEntry, Manifest, WeightStoreError, folder_of
-from agentlightning_weights.differences import DamagedDifferenceError, apply, digest
+from agentlightning_weights.bucket import Bucket, FileEntry, Manifest, WeightStoreError, folder_of
+from agentlightning_weights.differences import DamagedDifferenceError, restore
 from agentlightning_weights.publish import WANTED
 
 STATE: Final = "state.json"
@@ -119,27 +119,12 @@ class WeightPuller:
         self._prune(manifest.version)
 
     def _file(self, manifest: Manifest, entry: FileEntry, target: Path) -> None:
-        name = f"{folder_of(manifest.version)}/{entry.name}"
         base = None if manifest.base is None else self._place(manifest.base[0]) / entry.name
-        if entry.kind == "whole":
-            data = self._fetch(name, entry.size)
-        else:
-            changes = self._fetch(name + DIFFERENCE, sum(part.stored for part in entry.parts))
-            if base is None or not base.exists():
-                raise DamagedDifferenceError(f"{entry.name}: the version before is not here")
-            if entry.kind == "xor":
-                return apply(base, entry, changes, target)
-            data = base.read_bytes()
-        if digest(data) != entry.digest:
-            raise DamagedDifferenceError(f"{entry.name} is not the file that was published")
-        target.write_bytes(data)
-
-    def _fetch(self, name: str, size: int) -> bytes:
-        if not size:
-            return b""  # some stores refuse a range of an empty object
-        data = self.bucket.read(name, size)
+        data = b""
+        if entry.stored:  # some stores refuse a range of an empty object
+            data = self.bucket.read(f"{folder_of(manifest.version)}/{entry.object_name}", entry.stored)
         self._read += len(data)
-        return data
+        restore(entry, data, base, target)
 
     def _prune(self, newest: int) -> None:
         """Keep the newest, and the one before it, which a server may still be reading."""
