@@ -266,12 +266,12 @@ def test_an_api_server_that_refuses_is_asked_no_more_often_than_one_that_answers
             asked.append(selector)
             raise KubernetesError(429, "too many requests")
 
-    states = JobStates(Refusing(), "host=me")
+    states = JobStates(Refusing(), "me")
     monkeypatch.setattr("agentlightning_kubernetes.job_agent.time.monotonic", lambda: 100.0)
     assert [states.of(f"job-{number}", 0.0) for number in range(20)] == [None] * 20
     monkeypatch.setattr("agentlightning_kubernetes.job_agent.time.monotonic", lambda: 101.0)
     assert states.of("job-0", 0.0) is None
-    assert asked == ["host=me"] * 2
+    assert asked == ["agentlightning/host=me"] * 2
 
 
 async def test_in_a_pod_the_service_account_is_used_and_its_token_read_anew(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tinker.proto import response_conv
 
 from agentlightning.engine.base import Sample
-from agentlightning_tinker.server.messages import sample_output
+from agentlightning_tinker.server.wire import sample_output
 
 
 def test_fewer_likely_tokens_than_were_asked_for_are_read_as_those() -> None:

@@ -22,7 +22,7 @@ from agentlightning.errors import AgentLightningError, ConfigError, ContextLengt
 logger = logging.getLogger(__name__)
 
 FETCHED_BYTES: Final = 64 << 20
-"""Results that were fetched stay up to this size together, for a client that lost the answer."""
+"""Results of a session that were fetched stay up to this size together, for a client that lost the answer."""
 Found = Mapping[str, Any] | Response
 """What a request gives: an object as JSON, or a response as it is."""
 Work = Callable[[], Awaitable[Found]]
@@ -43,9 +43,11 @@ def owner_of(name: str) -> str:
     return name.partition(":")[0]
 
 
-def unknown(what: str) -> str:
-    """Says that a session, or something of one, is not there."""
-    return f"{what} is unknown here: its session has ended, or the server was started again; begin from a saved state"
+def unknown(what: str) -> NotFoundError:
+    """The error that a session, or something of one, is not there."""
+    return NotFoundError(
+        f"{what} is unknown here: its session has ended, or the server was started again; begin from a saved state"
+    )
 
 
 @dataclass(slots=True)
@@ -59,17 +61,18 @@ class _Turns:
 
 
 class Requests:
-    """All requests of a server that have not been forgotten. The id of one that has a turn is MODEL:NUMBER."""
+    """The requests of a session that have not been forgotten. The id of one that has a turn is MODEL:NUMBER."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: str) -> None:
+        self._session = session
         self._tasks: dict[str, asyncio.Task[Response]] = {}
         self._turns: dict[str, _Turns] = {}
         """By model."""
         self._fetched: OrderedDict[str, int] = OrderedDict()
 
-    def start(self, owner: str, work: Work) -> str:
+    def start(self, work: Work) -> str:
         """Run at once. Returns the id of the request."""
-        return self._start(f"{owner}:{uuid4().hex}", work)
+        return self._start(f"{self._session}:{uuid4().hex}", work)
 
     def open_queue(self, model: str, first: Work) -> str:
         """Run the request that makes a model; later ones of it begin with number 1."""
@@ -77,10 +80,10 @@ class Requests:
         return self.enqueue(model, 0, first)
 
     def enqueue(self, model: str, number: int, work: Work) -> str:
-        """Run when all requests of the model with smaller numbers have. Raises ConfigError for an unknown model, and
-        for a number that has passed and whose result is forgotten."""
+        """Run when all requests of the model with smaller numbers have. Raises NotFoundError for an unknown model,
+        and ConfigError for a number that has passed and whose result is forgotten."""
         if (turns := self._turns.get(model)) is None:
-            raise ConfigError(unknown(f"model {model!r}"))
+            raise unknown(f"model {model!r}")
         if (name := f"{model}:{number}") in self._tasks:
             return name
         if number <= turns.passed:
@@ -102,7 +105,7 @@ class Requests:
         """The result of a request; None if it is not there in so many seconds. Raises NotFoundError for an unknown
         one."""
         if (task := self._tasks.get(name)) is None:
-            raise NotFoundError(unknown(f"request {name}"))
+            raise unknown(f"request {name}")
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
             return None
         result = failure(ConfigError("the request was cancelled")) if task.cancelled() else task.result()
@@ -117,14 +120,6 @@ class Requests:
         """Stop a request that has no turn; others run on."""
         if name in self._tasks and name.rpartition(":")[0] not in self._turns:
             self._tasks[name].cancel()
-
-    def forget(self, owner: str) -> None:
-        """Stop all requests of a session, and forget them."""
-        for name in [each for each in self._tasks if owner_of(each) == owner]:
-            self._tasks.pop(name).cancel()
-            self._fetched.pop(name, None)
-        for model in [each for each in self._turns if owner_of(each) == owner]:
-            del self._turns[model]
 
     async def close(self) -> None:
         """Stop everything."""

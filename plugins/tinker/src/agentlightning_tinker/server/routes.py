@@ -25,7 +25,7 @@ from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import policy_config
 from agentlightning.store.http.encoding import status_of
 from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
-from agentlightning_tinker.server import messages, wire
+from agentlightning_tinker.server import wire
 from agentlightning_tinker.server.host import AdapterHost
 from agentlightning_tinker.server.requests import Found, json_response
 from agentlightning_tinker.server.service import SCHEME, TinkerService
@@ -83,7 +83,10 @@ async def tinker_routes(
 
 def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> list[BaseRoute]:
     of = _Endpoints(service, max_body_bytes)
-    open_to_all: dict[str, Endpoint] = {"/healthz": _always({"status": "ok"}), f"{DOWNLOAD}/{{link}}": of.download}
+    open_to_all: dict[str, Endpoint] = {
+        "/healthz": _always({"status": "ok"}),
+        f"{DOWNLOAD}/{{secret}}/{{name:path}}": of.download,
+    }
     gets: dict[str, Endpoint] = {
         "/get_server_capabilities": _always(service.capabilities()),
         "/samplers/{name}": of.sampler_info,
@@ -159,8 +162,10 @@ class _Endpoints:
 
     service: TinkerService
     max_body_bytes: int
-    links: dict[str, tuple[Path, float]] = field(default_factory=dict[str, tuple[Path, float]])
-    """The files that may be downloaded, by a random name, and until when."""
+    links: dict[str, tuple[Mapping[str, Path], float]] = field(
+        default_factory=dict[str, tuple[Mapping[str, Path], float]]
+    )
+    """The files that may be downloaded, by a random name of them all, and until when."""
 
     async def _body(self, request: Request) -> bytes:
         return await receive_body(request.headers, request.receive, self.max_body_bytes, SMALLER)
@@ -181,25 +186,26 @@ class _Endpoints:
                     raise ConfigError(f"{path}: {found}") from error
 
             if (place := wire.Place.of(kind, body)) is not None:
-                return self.service.requests.enqueue(place.model_id, place.seq_id, work)
+                return self.service.requests_of(place.model_id).enqueue(place.model_id, place.seq_id, work)
             return await work()
 
         return answer
 
     async def forward_backward(self, request: Request) -> str:
         kind = request.headers.get("content-type", "")
-        if messages.PROTOBUF not in kind or request.headers.get("content-encoding"):
+        if wire.PROTOBUF not in kind or request.headers.get("content-encoding"):
             raise ConfigError(
                 f"forward_backward came as {kind or 'unknown'} {request.headers.get('content-encoding', '')}, and this"
-                f" server reads {messages.PROTOBUF}: use version {wire.OLDEST_SDK} or newer of the tinker package"
+                f" server reads {wire.PROTOBUF}: use version {wire.OLDEST_SDK} or newer of the tinker package"
             )
-        given = messages.read_request(await self._body(request))
+        given = wire.read_request(await self._body(request))
         work = partial(self.service.forward_backward, given)
-        return self.service.requests.enqueue(given.model_id, given.seq_id, work)
+        return self.service.requests_of(given.model_id).enqueue(given.model_id, given.seq_id, work)
 
     async def fetch(self, given: wire.RequestId) -> Found:
-        result = await self.service.requests.fetch(given.request_id, POLL_SECONDS)
-        return result or {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
+        name = given.request_id
+        result = await self.service.requests_of(name).fetch(name, POLL_SECONDS)
+        return result or {"type": "try_again", "request_id": name, "queue_state": "active"}
 
     async def end_session(self, request: Request) -> None:
         await self.service.end_session(request.path_params["name"])
@@ -209,18 +215,19 @@ class _Endpoints:
 
     async def external_urls(self, request: Request) -> Found:
         """A URL for each file, at the address by which the client reaches this server."""
-        given, now = request.path_params, time.time()
+        given, now, secret = request.path_params, time.time(), secrets.token_urlsafe(32)
         path = f"{SCHEME}{given['model']}/{given['kind']}/{quote(given['name'], safe='')}"
-        links = {secrets.token_urlsafe(32): each for each in (await self.service.external_files(path)).items()}
+        files = await self.service.external_files(path)
         self.links = {link: known for link, known in self.links.items() if known[1] > now}
-        self.links |= {link: (file, now + LINK_SECONDS) for link, (_, file) in links.items()}
-        root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}"
-        urls = {name: f"{root}/{link}" for link, (name, _) in links.items()}
+        self.links[secret] = files, now + LINK_SECONDS
+        root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}/{secret}"
+        urls = {name: f"{root}/{quote(name)}" for name in files}
         return {"urls": urls, "expires": datetime.fromtimestamp(now + LINK_SECONDS, UTC).isoformat()}
 
     async def download(self, request: Request) -> Response:
         """A file, for who has its URL."""
-        file, until = self.links.get(request.path_params["link"], (None, 0.0))
+        files, until = self.links.get(request.path_params["secret"], ({}, 0.0))
+        file = files.get(request.path_params["name"])
         if file is None or until < time.time():
             message = "this URL is not one of this server, or has expired; ask for another one"
             return json_response({"error": message, "detail": message}, 403)

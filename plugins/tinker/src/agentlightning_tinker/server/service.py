@@ -16,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import randbits, token_hex
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import quote, unquote
 
 import orjson
 from starlette.responses import Response
 
 from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.errors import ConfigError
 from agentlightning_tinker.losses import columns_of, make_loss
-from agentlightning_tinker.server import messages, wire
+from agentlightning_tinker.server import wire
 from agentlightning_tinker.server.host import AdapterHost, Datum
 from agentlightning_tinker.server.requests import Found, Requests, owner_of, unknown
 
@@ -35,12 +35,12 @@ SCHEME: Final = "tinker://"
 KINDS = WEIGHTS, SAMPLER, EXTERNAL, SNAPSHOTS = "weights", "sampler_weights", "external_weights", "snapshots"
 """Of saved weights; snapshots have no name, and end with their session."""
 SESSION_SECONDS: Final = 900.0
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Session:
     heard: float
+    requests: Requests
     models: dict[str, Model] = field(default_factory=dict[str, "Model"])
     samplers: dict[str, Sampler] = field(default_factory=dict[str, "Sampler"])
     slots: dict[AdapterHost, Semaphore] = field(default_factory=dict[AdapterHost, Semaphore])
@@ -74,13 +74,11 @@ class TinkerService:
         self, hosts: Mapping[str, AdapterHost], folder: Path, *, session_seconds: float = SESSION_SECONDS
     ) -> None:
         self.hosts = hosts
-        self.requests = Requests()
         self.sessions: dict[str, Session] = {}
         self._folder, self._session_seconds = folder.absolute(), session_seconds
 
     async def close(self) -> None:
         """Stop all requests, end all sessions, and close the models."""
-        await self.requests.close()
         for session in list(self.sessions):
             await self.end_session(session)
         for host in self.hosts.values():
@@ -90,13 +88,14 @@ class TinkerService:
 
     async def create_session(self, request: wire.CreateSession) -> Found:
         name = token_hex(8)
-        self.sessions[name] = Session(time.monotonic())
+        self.sessions[name] = Session(time.monotonic(), Requests(name))
         logger.info("session %s of a client of version %s", name, request.sdk_version or "unknown")
         return {"type": "create_session", "session_id": name}
 
     def session(self, name: str) -> Session:
         """Raises NotFoundError for a session that has ended."""
-        found = _known(self.sessions, "session", name)
+        if (found := self.sessions.get(name)) is None:
+            raise unknown(f"session {name!r}")
         found.heard = time.monotonic()
         return found
 
@@ -106,9 +105,9 @@ class TinkerService:
 
     async def end_session(self, name: str) -> None:
         """Forget its training runs and samplers; weights that were saved under a name stay."""
-        if self.sessions.pop(name, None) is None:
+        if (session := self.sessions.pop(name, None)) is None:
             return
-        self.requests.forget(name)
+        await session.requests.close()
         for host in self.hosts.values():  # behind what is still made of the session in there
             await host.remove(f"{name}:")
         snapshots = await asyncio.to_thread(lambda: list(self._folder.glob(f"{name}%3A*/{SNAPSHOTS}")))
@@ -126,31 +125,27 @@ class TinkerService:
                 logger.warning("session %s ends: nothing was heard of it for %g s", name, self._session_seconds)
                 await self.end_session(name)
 
+    def requests_of(self, name: str) -> Requests:
+        """Those of the session of a model or a request. Raises NotFoundError."""
+        return self.session(owner_of(name)).requests
+
     async def cancel(self, request: wire.RequestId) -> None:
-        self.requests.cancel(request.request_id)
+        self.requests_of(request.request_id).cancel(request.request_id)
 
     # -- training runs ---------------------------------------------------------------------------------------------
 
     def capabilities(self) -> Found:
-        models = [
-            {
-                "model_name": name,
-                "max_context_length": host.context_length,
-                "trainable": True,
-                "sampleable": True,
-            }
-            for name, host in self.hosts.items()
-        ]
-        return {"supported_models": models}
+        offered = {"trainable": True, "sampleable": True}
+        lengths = {name: host.context_length for name, host in self.hosts.items()}
+        return {"supported_models": [{"model_name": n, "max_context_length": c, **offered} for n, c in lengths.items()]}
 
     async def begin(self, request: wire.CreateModel | wire.LoadWeights) -> str:
         """Begin a training run of a session: a new one, or one of the shape and the weights of what was saved."""
         session, number = request.session_id, request.model_seq_id
         if session is None or number is None:
             raise ConfigError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-        self.session(session)
         name = f"{session}:train:{number}"
-        return self.requests.open_queue(name, lambda: self._make(name, request))
+        return self.requests_of(name).open_queue(name, lambda: self._make(name, request))
 
     async def _make(self, name: str, request: wire.CreateModel | wire.LoadWeights) -> Found:
         if isinstance(request, wire.LoadWeights):
@@ -170,16 +165,17 @@ class TinkerService:
 
     def model(self, name: str) -> Model:
         """Raises NotFoundError."""
-        session = self.sessions.get(owner_of(name))
-        return _known(session.models if session else {}, "model", name)
+        if (found := self.session(owner_of(name)).models.get(name)) is None:
+            raise unknown(f"model {name!r}")
+        return found
 
     async def forward_backward(self, request: Any) -> Found:
-        """A request as `messages.read_request` gives it."""
+        """A request as `wire.read_request` gives it."""
         host = self.model(request.model_id).host
-        loss = make_loss(request.loss_fn, messages.loss_config(request))
+        loss = make_loss(request.loss_fn, wire.loss_config(request))
         data = await asyncio.to_thread(_data, request, host)
         total, logprobs = await host.gradient(request.model_id, data, loss, backward=not request.forward_only)
-        return await asyncio.to_thread(messages.loss_output, logprobs, total)
+        return await asyncio.to_thread(wire.loss_output, logprobs, total)
 
     async def optim_step(self, request: wire.OptimStep) -> Found:
         metrics = await self.model(request.model_id).host.optim_step(request.model_id, request.adam_params)
@@ -284,8 +280,9 @@ class TinkerService:
 
     def sampler(self, name: str) -> Sampler:
         """Raises NotFoundError."""
-        session = self.sessions.get(owner_of(name))
-        return _known(session.samplers if session else {}, "sampler", name)
+        if (found := self.session(owner_of(name)).samplers.get(name)) is None:
+            raise unknown(f"sampler {name!r}")
+        return found
 
     def sampler_info(self, name: str) -> Found:
         found = self.sampler(name)
@@ -295,15 +292,18 @@ class TinkerService:
         """The id of the request, and one for each sequence."""
         if request.sampling_session_id is None:
             raise ConfigError("asample needs a sampling_session_id; begin with create_sampling_session")
-        sampler, owner = self.sampler(request.sampling_session_id), owner_of(request.sampling_session_id)
+        sampler, session = (
+            self.sampler(request.sampling_session_id),
+            self.session(owner_of(request.sampling_session_id)),
+        )
         if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs:
             raise ConfigError("prompt_logprobs_last_n needs prompt_logprobs")
         host = sampler.host
         tokens = _checked(request.prompt.tokens, host)
         room_for_answer(tokens, host.context_length)
         most = host.config.max_batch_size - host.config.max_batch_size // 4
-        slots = self.session(owner).slots.setdefault(host, Semaphore(most))
-        name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request, slots))
+        slots = session.slots.setdefault(host, Semaphore(most))
+        name = session.requests.start(lambda: _sample(host, sampler.copy, tokens, request, slots))
         sequences = [f"{name}:{number}" for number in range(request.num_samples)]
         return {"request_id": name, "sample_sequence_ids": sequences}
 
@@ -318,16 +318,10 @@ class TinkerService:
         return self.hosts[name]
 
 
-def _known(found: Mapping[str, T], kind: str, name: str) -> T:
-    if name not in found:
-        raise NotFoundError(unknown(f"{kind} {name!r}"))
-    return found[name]
-
-
 def _data(request: Any, host: AdapterHost) -> list[Datum]:
     """Raises ConfigError for sequences that the loss or the model cannot use."""
     found: list[Datum] = []
-    for tokens, inputs in messages.rows_of(request):
+    for tokens, inputs in wire.rows_of(request):
         columns = columns_of(request.loss_fn, len(tokens), inputs)
         targets = tuple(inputs["target_tokens"].tolist())
         found.append(Datum(tuple(tokens), targets, columns))
@@ -368,7 +362,7 @@ async def _sample(
         unwanted = len(prompt) - (request.prompt_logprobs_last_n or len(prompt))
         prompt[: max(0, unwanted)] = [float("nan")] * max(0, unwanted)
     samples = await asyncio.gather(*map(sample, params))
-    return messages.sample_output(samples, prompt)
+    return wire.sample_output(samples, prompt)
 
 
 def _params(request: wire.SampleRequest, number: int) -> SamplingParams:
