@@ -275,6 +275,10 @@ async def test_weights_outlive_the_session_and_names_are_not_taken_twice(client:
     assert (await client.post("/weights_info", tinker_path=path))["train_unembed"] is False
     wrong = await client.post("/weights_info", 400, tinker_path="tinker://x/weights/none")
     assert "no saved weights" in wrong["error"]
+    [about] = (tmp_path / "saved").rglob("weights/*/tinker.json")
+    for damaged in ("[]", "{}", "{"):
+        await asyncio.to_thread(about.write_text, damaged)
+        assert "no saved weights" in (await client.post("/weights_info", 400, tinker_path=path))["error"]
 
 
 async def test_a_session_that_is_silent_ends_and_frees_its_adapters(model: Path, tmp_path: Path) -> None:

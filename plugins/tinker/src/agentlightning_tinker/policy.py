@@ -15,7 +15,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-import orjson
+from pydantic import BaseModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
@@ -173,32 +173,32 @@ class TinkerPolicy:
         without `training_state` is the same: the weights are on the server."""
         async with self._changing:
             path = await self._session.save(f"agl-{self._version:06d}-{token_hex(4)}")
-            about = {
-                "path": path,
-                "base_model": self._session.base_model,
-                "policy_version": self._version,
+            about = Checkpoint(
+                path=path,
+                base_model=self._session.base_model,
+                policy_version=self._version,
                 **self._updater.state_dict(),
-            }
+            )
             await asyncio.to_thread(
                 checkpoint.save,
                 Path(directory),
                 None,
                 self.chat.save_tokenizer,
-                lambda new: (new / CHECKPOINT).write_bytes(orjson.dumps(about, option=orjson.OPT_INDENT_2)),
+                lambda new: (new / CHECKPOINT).write_text(about.model_dump_json(indent=2)),
             )
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises PolicyError where the server no longer has the weights."""
         about = await asyncio.to_thread(read_checkpoint, Path(directory))
-        if about["base_model"] != self._session.base_model:
+        if about.base_model != self._session.base_model:
             raise PolicyError(
-                f"{directory} is of the model {about['base_model']!r}, and {self._session.base_model!r} is trained"
+                f"{directory} is of the model {about.base_model!r}, and {self._session.base_model!r} is trained"
                 " here; continue with the model it was saved from"
             )
         async with self._changing:
-            await self._session.load(str(about["path"]))
-            self._updater.load_state_dict(about)
-            await self._publish(max(self._version, int(about["policy_version"]), above) + 1)
+            await self._session.load(about.path)
+            self._updater.load_state_dict(about.model_dump())
+            await self._publish(max(self._version, about.policy_version, above) + 1)
 
     async def _publish(self, version: int) -> None:
         """Sample from the weights as they are now, from here on."""
@@ -209,10 +209,20 @@ class TinkerPolicy:
         await self._session.close()
 
 
-def read_checkpoint(directory: Path) -> dict[str, Any]:
+class Checkpoint(BaseModel):
+    """Where the weights are, and the state of the updater."""
+
+    path: str
+    base_model: str
+    policy_version: int
+    steps: int
+    entropy: tuple[float, int] = (0.0, 0)
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
     """What `TinkerPolicy.save` wrote. Raises PolicyError."""
     try:
-        return orjson.loads((directory / CHECKPOINT).read_bytes())
+        return Checkpoint.model_validate_json((directory / CHECKPOINT).read_bytes())
     except (OSError, ValueError) as error:
         raise PolicyError(
             f'{directory} holds no checkpoint of policy.kind = "tinker": {error}; choose another checkpoint'

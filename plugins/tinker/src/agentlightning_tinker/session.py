@@ -30,6 +30,15 @@ HEALTH: Final = "/api/v1/healthz"
 POLL_SECONDS: Final = 5.0
 """How often the server is asked for a sign of life while a request waits."""
 CLOSE_SECONDS: Final = 5.0
+REMEDIES: Final = (
+    (
+        tinker.NotFoundError,
+        "it has forgotten this session (resume the run), or is of another version than this package",
+    ),
+    (tinker.APIConnectionError, "it cannot be reached: resume the run when it is back"),
+    (Exception, "resume the run once that is mended"),
+)
+"""What to do about an error of the package."""
 
 
 class TinkerSession:
@@ -208,21 +217,13 @@ def _errors(config: TinkerConfig, what: str) -> Generator[None]:
     where = _name(config)
     try:
         yield
+    except (ConfigError, PolicyError):
+        raise
     except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
         raise ConfigError(f"{where} refuses the key in {config.key_env}: {error}") from error
-    except tinker.NotFoundError as error:
-        raise PolicyError(
-            f"{where} could not {what}: {error}; it has forgotten this session (resume the run), or is of another"
-            f" version than the tinker package here ({tinker.__version__})"
-        ) from error
-    except tinker.APIConnectionError as error:
-        raise PolicyError(f"{where} cannot be reached to {what}: {error}; resume the run when it is back") from error
     except (tinker.TinkerError, ValueError, RuntimeError, TimeoutError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise PolicyError(
-            f"{where} could not {what}: {error} (tinker {tinker.__version__}); resume the run once that is mended"
-        ) from error
+        remedy = next(text for kind, text in REMEDIES if isinstance(error, kind))
+        raise PolicyError(f"{where} could not {what}: {error} (tinker {tinker.__version__}); {remedy}") from error
 
 
 def _name(config: TinkerConfig) -> str:

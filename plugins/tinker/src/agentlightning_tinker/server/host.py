@@ -210,7 +210,7 @@ class AdapterHost:
             None,
             lambda new: write_adapter(new, adapter, shared_name(self.config.model)),
             lambda new: torch.save(optimizer.state_dict(), new / OPTIMIZER) if with_optimizer else None,
-            lambda new: (new / ABOUT).write_text(saved.model_dump_json(exclude={"directory"})),
+            lambda new: (new / ABOUT).write_text(saved.model_dump_json()),
         )
 
     @in_worker

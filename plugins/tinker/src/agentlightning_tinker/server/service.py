@@ -19,7 +19,6 @@ from secrets import randbits, token_hex
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-import orjson
 from starlette.responses import Response
 
 from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
@@ -259,8 +258,8 @@ class TinkerService:
         """Raises ConfigError where there are none."""
         directory = self._directory(path)
         try:
-            about: dict[str, Any] = orjson.loads(await asyncio.to_thread((directory / wire.ABOUT).read_bytes))
-            return wire.Saved.model_validate({**about, "directory": directory})
+            about = await asyncio.to_thread((directory / wire.ABOUT).read_bytes)
+            return wire.Saved.model_validate_json(about).model_copy(update={"directory": directory})
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} holds no saved weights here: {error}") from error
 

@@ -84,7 +84,7 @@ ABOUT: Final = "tinker.json"
 class Saved(BaseModel, frozen=True):
     """Fixed weights on the disk, and what they fit."""
 
-    directory: Path
+    directory: Path = Field(Path(), exclude=True)
     base: str
     shape: LoraShape
     saved: float = 0.0
