@@ -31,7 +31,7 @@ from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.command import OUTPUT_BYTES, task_variable
 from agentlightning.runner.agents.spec import JobTemplate
 from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
-from agentlightning_kubernetes.manifest import PREFIX, agent_container, attempt_job, check_template, read_template
+from agentlightning_kubernetes.manifest import PREFIX, agent_container, attempt_job, checked_template, read_template
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,7 @@ class JobAgent:
     def __init__(self, template: JobTemplate) -> None:
         self._template = template
         try:
-            self._manifest: dict[str, Any] = orjson.loads(template.manifest)
-            check_template(self._manifest, "the manifest")
+            self._manifest = checked_template(orjson.loads(template.manifest), "the manifest")
         except (ConfigError, ValueError) as error:
             raise AgentError(f"agent {template}: {error}") from error
         self._runner = secrets.token_hex(8)
