@@ -219,7 +219,11 @@ async def test_requests_run_in_their_order_and_once_however_they_arrive(client: 
     assert once > 2 * single > 0, "three gradients, and none twice"
 
 
-async def test_samplers_keep_the_weights_they_began_with_also_beyond_those_in_memory(client: Client) -> None:
+async def test_samplers_keep_the_weights_they_began_with_also_beyond_those_in_memory(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, read = [], client.host._read_copy
+    monkeypatch.setattr(client.host, "_read_copy", lambda copy: reads.append(copy) or read(copy))
     await client.begin()
     samplers, answers = [], []
     for _ in range(4):
@@ -229,7 +233,7 @@ async def test_samplers_keep_the_weights_they_began_with_also_beyond_those_in_me
         await client.step(learning_rate=0.3)
     assert len({tuple(each) for each in answers}) > 1, "the weights have changed"
     assert [await client.sample(each) for each in samplers] == answers
-    assert client.host.copies_read > 4, "two are in memory"
+    assert len(reads) > 4, "two are in memory"
     await client.post(f"/sessions/{client.session}/finish")
     assert "unknown" in (await client.post("/asample", 404, sampling_session_id=samplers[0], **_prompt()))["error"]
     assert (await client.post("/session_heartbeat", 410, session_id=client.session))["error"]
@@ -275,6 +279,10 @@ async def test_weights_outlive_the_session_and_names_are_not_taken_twice(client:
     assert (await client.post("/weights_info", tinker_path=path))["train_unembed"] is False
     wrong = await client.post("/weights_info", 400, tinker_path="tinker://x/weights/none")
     assert "no saved weights" in wrong["error"]
+    [optimizer] = (tmp_path / "saved").rglob("weights/*/optimizer.pt")
+    await asyncio.to_thread(optimizer.write_bytes, b"damaged")
+    failed = await client.result((await client.post("/load_weights", **{**body, "model_seq_id": 1}))["request_id"])
+    assert "holds no state of an optimiser" in failed["error"]
     [about] = (tmp_path / "saved").rglob("weights/*/tinker.json")
     for damaged in ("[]", "{}", "{"):
         await asyncio.to_thread(about.write_text, damaged)

@@ -104,7 +104,7 @@ class Worker:
 
     def __init__(self, python: str) -> None:
         """Start a process of this Python."""
-        self._folder = TemporaryDirectory(prefix="agl-verifiers-")
+        self._folder = TemporaryDirectory(prefix="agl-verifiers-", dir="/tmp")  # the path of a socket is short
         self._address = f"{self._folder.name}/socket"
         with socket(AF_UNIX) as listening:
             listening.bind(self._address)
