@@ -237,6 +237,7 @@ async def test_samplers_keep_the_weights_they_began_with_also_beyond_those_in_me
     await client.post(f"/sessions/{client.session}/finish")
     assert "unknown" in (await client.post("/asample", 404, sampling_session_id=samplers[0], **_prompt()))["error"]
     assert (await client.post("/session_heartbeat", 410, session_id=client.session))["error"]
+    assert await client.post("/cancel_future", request_id=f"{client.session}:1") == {}
 
 
 def _prompt() -> dict[str, Any]:

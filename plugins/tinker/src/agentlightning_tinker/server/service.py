@@ -13,6 +13,7 @@ import shutil
 import time
 from asyncio import Semaphore
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import randbits, token_hex
@@ -22,7 +23,7 @@ from urllib.parse import quote, unquote
 from starlette.responses import Response
 
 from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning_tinker.losses import columns_of, make_loss
 from agentlightning_tinker.server import wire
 from agentlightning_tinker.server.host import AdapterHost, Datum
@@ -129,7 +130,8 @@ class TinkerService:
         return self.session(owner_of(name)).requests
 
     async def cancel(self, request: wire.RequestId) -> None:
-        self.requests_of(request.request_id).cancel(request.request_id)
+        with suppress(NotFoundError):  # its session has ended, and it with that
+            self.requests_of(request.request_id).cancel(request.request_id)
 
     # -- training runs ---------------------------------------------------------------------------------------------
 
@@ -289,12 +291,9 @@ class TinkerService:
 
     async def sample(self, request: wire.SampleRequest) -> Found:
         """The id of the request, and one for each sequence."""
-        if request.sampling_session_id is None:
+        if (chosen := request.sampling_session_id) is None:
             raise ConfigError("asample needs a sampling_session_id; begin with create_sampling_session")
-        sampler, session = (
-            self.sampler(request.sampling_session_id),
-            self.session(owner_of(request.sampling_session_id)),
-        )
+        sampler, session = self.sampler(chosen), self.session(owner_of(chosen))
         if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs:
             raise ConfigError("prompt_logprobs_last_n needs prompt_logprobs")
         host = sampler.host
