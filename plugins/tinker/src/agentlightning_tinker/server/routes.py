@@ -51,6 +51,7 @@ CLIENT_CONFIG: Final = {
 Answer = Found | str | None
 """What is answered; as text, the id of a request whose result is fetched later."""
 Endpoint = Callable[[Request], Awaitable[Answer]]
+Links = dict[str, tuple[Mapping[str, Path], float]]
 
 
 @asynccontextmanager
@@ -162,9 +163,7 @@ class _Endpoints:
 
     service: TinkerService
     max_body_bytes: int
-    links: dict[str, tuple[Mapping[str, Path], float]] = field(
-        default_factory=dict[str, tuple[Mapping[str, Path], float]]
-    )
+    links: Links = field(default_factory=Links)
     """The files that may be downloaded, by a random name of them all, and until when."""
 
     async def _body(self, request: Request) -> bytes:
@@ -179,11 +178,12 @@ class _Endpoints:
 
             async def work() -> Any:
                 try:
-                    return await handler(kind.model_validate_json(body))
+                    given = kind.model_validate_json(body)
                 except ValidationError as error:
                     errors = error.errors(include_url=False)
                     found = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in errors)
                     raise ConfigError(f"{path}: {found}") from error
+                return await handler(given)
 
             if (place := wire.Place.of(kind, body)) is not None:
                 return self.service.requests_of(place.model_id).enqueue(place.model_id, place.seq_id, work)
