@@ -19,13 +19,7 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.engine.base import (
-    ConstraintKind,
-    OnTokens,
-    Sample,
-    SamplingParams,
-    room_for_answer,
-)
+from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.resolve import resolve_model

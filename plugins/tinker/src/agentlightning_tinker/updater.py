@@ -23,14 +23,7 @@ from torch import Tensor
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import OptimizerConfig
-from agentlightning.policy.losses import (
-    ADVANTAGES,
-    SAMPLED_LOGPROBS,
-    LossSetting,
-    TokenBatch,
-    TokenLoss,
-    token_losses,
-)
+from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, LossSetting, TokenBatch, TokenLoss, token_losses
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
 from agentlightning.policy.update.updater import (
     EntropyHistory,

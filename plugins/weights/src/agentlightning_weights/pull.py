@@ -58,19 +58,17 @@ class WeightPuller:
 
     def pull(self) -> Pulled | None:
         """Bring the newest version here; None where none was published. Raises WeightStoreError where it cannot be: a
-        damaged difference is refused, and a full version asked for, which the next publication is."""
+        damaged version is refused, and a full one asked for, which the next publication is."""
         since, self._read = time.monotonic(), 0
         newest, current = max(self.bucket.versions(), default=None), self.current
         if newest is None:
             return None
-        chain = self._chain(newest, current)
         try:
+            chain = self._chain(newest, current)
             for manifest in chain:
                 self._write(manifest)
         except DamagedDifferenceError as error:
-            if chain[-1].base is None:
-                raise WeightStoreError(f"the full version {newest} at {self.bucket.url} is damaged: {error}") from error
-            self._want_full()
+            self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))
             raise WeightStoreError(
                 f"version {newest} at {self.bucket.url} is refused: {error}; a full version was asked for, which the"
                 " next publication is"
@@ -78,7 +76,8 @@ class WeightPuller:
         return Pulled(newest, self._place(newest), self._read, time.monotonic() - since, len(chain))
 
     def _chain(self, version: int, current: tuple[int, str] | None) -> list[Manifest]:
-        """What leads to a version: from what is here, else from a full one."""
+        """What leads to a version: from what is here, else from a full one. Raises DamagedDifferenceError for a
+        version that is a difference from another than what is there now."""
         chain: list[Manifest] = []
         manifest = self.bucket.manifest(version)
         while (manifest.version, manifest.id) != current:
@@ -87,16 +86,12 @@ class WeightPuller:
                 break
             before = self.bucket.manifest(manifest.base[0])
             if before.id != manifest.base[1]:
-                self._want_full()
-                raise WeightStoreError(
-                    f"version {manifest.version} at {self.bucket.url} is a difference from a version {before.version}"
-                    " that was published again since; a full version was asked for"
+                raise DamagedDifferenceError(
+                    f"version {manifest.version} is a difference from a version {before.version} that was published"
+                    " again since"
                 )
             manifest = before
         return chain[::-1]
-
-    def _want_full(self) -> None:
-        self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))
 
     def _write(self, manifest: Manifest) -> None:
         place = self._place(manifest.version)

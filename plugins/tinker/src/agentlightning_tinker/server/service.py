@@ -341,11 +341,7 @@ def _checked(tokens: Sequence[int], host: AdapterHost) -> Sequence[int]:
 
 
 async def _sample(
-    host: AdapterHost,
-    copy: wire.Saved | None,
-    tokens: Sequence[int],
-    request: wire.SampleRequest,
-    slots: Semaphore,
+    host: AdapterHost, copy: wire.Saved | None, tokens: Sequence[int], request: wire.SampleRequest, slots: Semaphore
 ) -> Response:
     async def sample(each: SamplingParams) -> Sample:
         async with slots:
