@@ -161,9 +161,9 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 async def test_the_models_refusal_reaches_the_agent() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(400, text="too long"))
-    async with httpx.AsyncClient(transport=transport) as client:
+    async with httpx.AsyncClient(base_url="http://model/v1", transport=transport) as client:
         with pytest.raises(AgentError, match="400: too long"):
-            await chat(client, [{"role": "user", "content": "?"}], "http://model/v1", "key", "policy")
+            await chat(client, "policy", [{"role": "user", "content": "?"}])
 
 
 # -- the real package ------------------------------------------------------------------------------------------------

@@ -11,12 +11,15 @@ import pytest
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.integrations import text_gym
-from agentlightning.integrations.text_gym import GymGame, Model, Turn, gym_agent, play_game
+from agentlightning.integrations.text_gym import GymGame, Turn, gym_agent, play_game
 from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.tracing.scope import scope
 
-MODEL = Model("http://model/v1", "key", "policy")
+
+async def play(game: Any, **options: Any) -> None:
+    async with text_gym.model_client("http://model/v1", "key") as client:
+        await play_game(game, client, "policy", **options)
 
 
 class Counter:
@@ -43,10 +46,9 @@ class Duel:
     def move(self, text: str) -> tuple[Turn | None, float]:
         player = len(self.moves) % 2
         self.moves.append((player, text))
-        return (None if len(self.moves) == 4 else (1 - player, f"after {text}")), 0.0
-
-    def final_reward(self) -> float | None:
-        return 1.0 if (0, "win") in self.moves else -1.0 if len(self.moves) == 4 else None
+        if len(self.moves) < 4:
+            return (1 - player, f"after {text}"), 0.0
+        return None, 1.0 if (0, "win") in self.moves else -1.0
 
 
 @pytest.fixture
@@ -55,12 +57,15 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
     seen: list[list[dict[str, Any]]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url == "http://model/v1/chat/completions"
         assert request.headers["authorization"] == "Bearer key"
         seen.append(json.loads(request.content)["messages"])
         return httpx.Response(200, json={"choices": [{"message": {"content": "win"}}]})
 
-    made = httpx.AsyncClient
-    monkeypatch.setattr(text_gym, "client", lambda: made(transport=httpx.MockTransport(answer)))
+    async def handle(self: Any, request: httpx.Request) -> httpx.Response:
+        return answer(request)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
     return seen
 
 
@@ -86,18 +91,18 @@ async def test_a_gymnasium_environment_is_played_move_by_move(requests: list[Any
 
 
 async def test_rewards_of_moves_follow_their_calls_and_sum_to_the_total(requests: list[Any]) -> None:
-    found = await rewards(play_game(GymGame(Counter()), MODEL, rewards="moves"))
+    found = await rewards(play(GymGame(Counter()), rewards="moves"))
     assert found == [1.0, 2.0, 3.0]
 
 
 async def test_a_game_that_is_cut_off_keeps_the_rewards_of_its_moves(requests: list[Any]) -> None:
-    assert await rewards(play_game(GymGame(Counter()), MODEL, max_moves=2)) == [3.0]
-    assert await rewards(play_game(GymGame(Counter()), MODEL, max_moves=2, rewards="moves")) == [1.0, 2.0]
+    assert await rewards(play(GymGame(Counter()), max_moves=2)) == [3.0]
+    assert await rewards(play(GymGame(Counter()), max_moves=2, rewards="moves")) == [1.0, 2.0]
 
 
 async def test_each_player_sees_its_own_conversation(requests: list[Any]) -> None:
     game = Duel()
-    assert await rewards(play_game(game, MODEL)) == [1.0]
+    assert await rewards(play(game)) == [1.0]
     assert [player for player, _ in game.moves] == [0, 1, 0, 1]
     assert [[message["content"] for message in each] for each in requests] == [
         ["begin"],
@@ -109,17 +114,17 @@ async def test_each_player_sees_its_own_conversation(requests: list[Any]) -> Non
 
 async def test_an_opponent_plays_the_other_moves_without_the_model(requests: list[Any]) -> None:
     game = Duel()
-    assert await rewards(play_game(game, MODEL, opponent=lambda observation: observation.upper())) == [1.0]
+    assert await rewards(play(game, opponent=lambda observation: observation.upper())) == [1.0]
     assert game.moves == [(0, "win"), (1, "AFTER WIN"), (0, "win"), (1, "AFTER WIN")]
     assert len(requests) == 2
 
 
 async def test_an_unfinished_game_without_rewards_has_none(requests: list[Any]) -> None:
-    class Endless(Duel):
-        def final_reward(self) -> None:
-            return None
+    assert await rewards(play(Duel(), max_moves=2)) == []
 
-    assert await rewards(play_game(Endless(), MODEL, max_moves=2)) == []
+
+async def test_the_last_reward_of_the_moves_holds_what_the_opponent_brought_about(requests: list[Any]) -> None:
+    assert await rewards(play(Duel(), opponent=str.upper, rewards="moves")) == [0.0, 1.0]
 
 
 # -- the real package ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,29 +24,35 @@ from agentlightning.task import load_dataset
 from agentlightning.tracing.scope import scope
 
 FAKE = """#!{python}
-import json, os, sys, threading, time
-def reply(**fields):
-    os.write(1, json.dumps(fields).encode() + b"\\n")
-def run(request):
-    number = request["id"]
-    if request["method"] == "cancel":
-        open("cancelled", "w").write(str(number))
-    elif request["method"] == "tasks":
+import json, os, socket, sys, threading, time
+def answer(request):
+    if request["method"] == "tasks":
         if request["env"]["name"] == "missing":
-            return reply(id=number, error="ModuleNotFoundError: no missing")
+            return {{"error": "ModuleNotFoundError: no missing"}}
         options, total = request["env"]["options"], min(request["limit"], 30)
-        reply(id=number, result=[{{"index": i, "prompt": f"task {{i}} {{options}}"}} for i in range(total)])
-    elif request["index"] == 13:
+        return {{"result": [{{"index": i, "prompt": f"task {{i}} {{options}}"}} for i in range(total)]}}
+    if request["index"] == 13:
         print("out of luck", file=sys.stderr, flush=True)
         os._exit(3)
-    elif request["index"] == 7:
-        reply(id=number, error="ValueError: bad task")
-    elif request["index"] != 99:
-        time.sleep(0.2 if request["index"] == 0 else 0)
-        output = f"{{request['base_url']}} {{request['api_key']}} {{request['model']}} {{os.getpid()}}"
-        reply(id=number, result={{"reward": request["index"] / 10, "rewards": {{"exact": 1.0}}, "output": output}})
-for line in sys.stdin:
-    threading.Thread(target=run, args=[json.loads(line)]).start()
+    if request["index"] == 7:
+        return {{"error": "ValueError: bad task"}}
+    time.sleep(0.2 if request["index"] == 0 else 0)
+    output = f"{{request['base_url']}} {{request['api_key']}} {{request['model']}} {{os.getpid()}}"
+    return {{"result": {{"reward": request["index"] / 10, "rewards": {{"exact": 1.0}}, "output": output}}}}
+def serve(connection):
+    request = json.loads(connection.makefile().readline())
+    if request.get("index") == 99:
+        connection.recv(1)
+        open("cancelled", "w").write("99")
+    else:
+        connection.sendall(json.dumps(answer(request)).encode())
+        connection.close()
+def listen(server):
+    while True:
+        threading.Thread(target=serve, args=[server.accept()[0]]).start()
+threading.Thread(target=listen, args=[socket.socket(fileno=int(sys.argv[2]))]).start()
+sys.stdin.read()
+os._exit(0)
 """
 
 
@@ -58,9 +65,9 @@ async def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(verifiers.PYTHON, raising=False)
     yield str(path)
-    for worker in list(verifiers.Worker._running.values()):
-        await worker.close()
-    verifiers.Worker._running.clear()
+    for worker in verifiers.Worker.running.values():
+        worker.close()
+    verifiers.Worker.running.clear()
 
 
 class Sink:
@@ -149,15 +156,84 @@ async def test_without_a_python_the_error_says_how_to_make_one(python: str) -> N
 
 
 async def test_what_verifiers_cannot_load_is_an_error_with_its_reason(python: str) -> None:
-    with pytest.raises(DatasetError, match="verifiers:missing cannot be loaded: ModuleNotFoundError: no missing"):
+    with pytest.raises(
+        DatasetError, match=r"verifiers:missing cannot be loaded by .*: verifiers: ModuleNotFoundError: no missing"
+    ):
         load_dataset(f"verifiers:missing?python={python}")
-    with pytest.raises(DatasetError, match="could not run verifiers"):
+    with pytest.raises(DatasetError, match=r"cannot be loaded by /bin/false: .* has ended \(1\)"):
         load_dataset("verifiers:gsm8k?python=/bin/false")
 
 
 def test_env_names_the_agent_and_no_reward() -> None:
     config = TrainConfig(env="verifiers:gsm8k")
     assert (config.agent, config.reward) == ("agentlightning.integrations.verifiers:play", None)
+
+
+# -- the process, with as little of the package as it needs ------------------------------------------------------------
+
+PACKAGE = {
+    "verifiers/__init__.py": "",
+    "verifiers/v1/__init__.py": "",
+    "verifiers/v1/utils/__init__.py": "",
+    "verifiers/v1/utils/loaders.py": """
+        import asyncio, contextlib
+        from types import SimpleNamespace as N
+
+        class Taskset:
+            bounded = True
+            tasks = [N(data=N(idx=number, prompt_text=f"Say {number}.")) for number in range(9)]
+            def take(self, limit):
+                return self.tasks[:limit]
+            def include(self, idx):
+                begin, end = map(int, idx[0].split(":"))
+                return self.tasks[begin:end]
+
+        class Environment:
+            taskset = Taskset()
+            @contextlib.asynccontextmanager
+            async def serving(self):
+                yield
+            async def run_episode(self, task, context):
+                if task.data.idx == 8:
+                    try:
+                        await asyncio.sleep(600)
+                    finally:
+                        open("cancelled", "w").close()
+                print("no reply")
+                trace = N(reward=task.data.idx / 10, rewards={}, errors=[], last_reply=context.model)
+                return N(ok=task.data.idx != 7, errors=["bad task"], traces=[trace])
+
+        def env_config_type(name):
+            return N(model_fields={})
+        def resolve_env_config(config):
+            return config
+        def load_environment(config):
+            print("loading")
+            return Environment()
+    """,
+    "verifiers/v1/clients.py": """
+        from types import SimpleNamespace
+        EvalClientConfig = ModelContext = SimpleNamespace
+    """,
+}
+
+
+def install_package() -> None:
+    for name, text in PACKAGE.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(textwrap.dedent(text))
+
+
+async def test_the_process_runs_tasks_says_what_fails_and_cancels_what_nobody_waits_for(python: str) -> None:
+    install_package()
+    tasks = load_dataset(f"verifiers:numbers?size=9&python={sys.executable}")
+    assert [task["prompt"] for task in tasks] == [f"Say {number}." for number in range(9)]
+    assert await asyncio.gather(*map(play, tasks[:3])) == [("policy", [number / 10]) for number in range(3)]
+    with pytest.raises(AgentError, match="verifiers: RuntimeError: bad task"):
+        await play(tasks[7])
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(play(tasks[8]), 0.5)
+    await asyncio.to_thread(wait_for_file, "cancelled")
 
 
 # -- the real package ------------------------------------------------------------------------------------------------
@@ -229,6 +305,6 @@ async def test_a_real_taskset_is_loaded_and_run(
     assert [rewards for _, rewards in results] == [[0.0], [0.0], [1.0], [0.0]]
     assert {output for output, _ in results} == {"It is 2"}
     assert set(calls) == {(f"/attempt-{i}/v1/chat/completions", "Bearer key") for i in range(4)}
-    for worker in list(verifiers.Worker._running.values()):
-        await worker.close()
-    verifiers.Worker._running.clear()
+    for worker in verifiers.Worker.running.values():
+        worker.close()
+    verifiers.Worker.running.clear()

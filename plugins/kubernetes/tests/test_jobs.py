@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from plugins.kubernetes.tests.cluster import Cluster
 from tests.deploy.kubernetes import errors
 from tests.support.waiting import until
@@ -101,6 +102,16 @@ async def test_the_job_is_that_of_the_template_with_the_attempt_added(cluster, t
     assert variables["AGL_ROLLOUT_ID"] == rollout.rollout_id
     assert variables["MODE"] == "job"
     assert "AGL_TOKEN" not in variables
+
+
+async def test_a_field_without_a_value_is_one_that_is_left_out(tmp_path, cluster, start, roll):
+    container = {"name": "agent", "image": "agent:7", "env": None, "resources": None}
+    pod = {"metadata": {"labels": None}, "spec": {"restartPolicy": None, "containers": [container]}}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": None, "spec": {"backoffLimit": None, "template": pod}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    await start(read_template(tmp_path / "job.yaml", (sys.executable, "-c", "print(1)"), cluster.url, 20.0))
+    [rollout] = await roll("task", timeout_seconds=60)
+    assert rollout.status == "succeeded"
 
 
 @pytest.mark.parametrize("fresh_process", [False, True])
@@ -266,12 +277,12 @@ def test_an_api_server_that_refuses_is_asked_no_more_often_than_one_that_answers
             asked.append(selector)
             raise KubernetesError(429, "too many requests")
 
-    states = JobStates(Refusing(), "host=me")
+    states = JobStates(Refusing(), "me")
     monkeypatch.setattr("agentlightning_kubernetes.job_agent.time.monotonic", lambda: 100.0)
     assert [states.of(f"job-{number}", 0.0) for number in range(20)] == [None] * 20
     monkeypatch.setattr("agentlightning_kubernetes.job_agent.time.monotonic", lambda: 101.0)
     assert states.of("job-0", 0.0) is None
-    assert asked == ["host=me"] * 2
+    assert asked == ["agentlightning/host=me"] * 2
 
 
 async def test_in_a_pod_the_service_account_is_used_and_its_token_read_anew(tmp_path):
@@ -300,6 +311,8 @@ def test_outside_of_a_cluster_the_way_in_is_named(monkeypatch):
     ("change", "message"),
     [
         ({"kind": "CronJob"}, "has no Job"),
+        ({"spec": ["template"]}, "is no Job of Kubernetes"),
+        ({"spec": {"template": {"spec": {"containers": {"name": "agent"}}}}}, "is no Job of Kubernetes"),
         ({"spec": {**TEMPLATE["spec"], "backoffLimit": 3}}, "backoffLimit=3"),
         ({"spec": {"template": {"spec": {"containers": []}}}}, "0 containers"),
         ({"spec": {"template": {"spec": {"containers": [{"name": "a"}, {"name": "b"}]}}}}, "2 containers"),

@@ -236,6 +236,10 @@ async def test_a_run_goes_on_after_the_server_was_started_again(model: Path, ser
         assert found[1].tolist() == pytest.approx(expected[1].tolist(), abs=1e-5), "weights and optimiser"
         with pytest.raises(PolicyError, match="no checkpoint"):
             await resumed.load(tmp_path)
+        for damaged in ("[]", "{}", "{"):
+            await asyncio.to_thread((tmp_path / "tinker.json").write_text, damaged)
+            with pytest.raises(PolicyError, match="no checkpoint"):
+                await resumed.load(tmp_path)
         await resumed.close()
 
 

@@ -23,7 +23,7 @@ def says(number: int, said: list[int]) -> Work:
 
 
 async def test_requests_run_in_their_order_whatever_one_of_them_raises() -> None:
-    requests, said = Requests(), list[int]()
+    requests, said = Requests("s"), list[int]()
     requests.open_queue("s:train:0", says(0, said))
     names = {number: requests.enqueue("s:train:0", number, says(number, said)) for number in (3, 1, 2)}
     last = await requests.fetch(names[3], 5)
@@ -39,7 +39,7 @@ async def test_what_has_run_is_known_by_one_number_and_refused_once_its_result_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentlightning_tinker.server.requests.FETCHED_BYTES", 0)
-    requests, said = Requests(), list[int]()
+    requests, said = Requests("s"), list[int]()
     await requests.fetch(requests.open_queue("s:train:0", says(0, said)), 5)
     for number in range(10, 30):
         requests.enqueue("s:train:0", number, says(number, said))
@@ -57,14 +57,14 @@ async def test_a_request_whose_session_ends_while_its_result_is_awaited_is_cance
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("agentlightning_tinker.server.requests.FETCHED_BYTES", 0)
-    requests, said = Requests(), list[int]()
-    waiting = asyncio.create_task(requests.fetch(requests.start("s", asyncio.Event().wait), 5))  # pyright: ignore
+    requests, said = Requests("s"), list[int]()
+    waiting = asyncio.create_task(requests.fetch(requests.start(asyncio.Event().wait), 5))  # pyright: ignore
     await asyncio.sleep(0)
-    requests.forget("s")
+    await requests.close()
     cancelled = await waiting
     assert cancelled is not None
     assert b"was cancelled" in cancelled.body
     for number in range(2):
-        await requests.fetch(requests.start("t", says(number, said)), 5)
+        await requests.fetch(requests.start(says(number, said)), 5)
     assert said == [0, 1]
     await requests.close()

@@ -180,6 +180,21 @@ def test_a_damaged_difference_is_refused_and_replaced_by_a_full_version(url: str
     assert (pulled.version, pulled.steps, contents(pulled.directory)) == (2, 1, contents(directory))
 
 
+def test_a_damaged_full_version_is_refused_and_the_next_is_full(url: str, tmp_path: Path) -> None:
+    model, publisher = Model(tmp_path / "trainer"), WeightPublisher(url)
+    puller, store = WeightPuller(url, tmp_path / "host", host="h1"), Bucket(url)
+    publisher.publish(model.step(0), 0)
+    name = "000000/model-00001-of-00001.safetensors"
+    store.write(name, bytes(len(store.read(name))))
+    with pytest.raises(WeightStoreError, match=r"refused.*is not the file that was published"):
+        puller.pull()
+    directory = model.step(1)
+    assert publisher.publish(directory, 1)["weights_full"], "h1 asked for it"
+    pulled = puller.pull()
+    assert pulled is not None
+    assert contents(pulled.directory) == contents(directory)
+
+
 def test_a_base_that_changed_on_the_host_is_noticed(url: str, tmp_path: Path) -> None:
     model, publisher = Model(tmp_path / "trainer"), WeightPublisher(url)
     puller = WeightPuller(url, tmp_path / "host")

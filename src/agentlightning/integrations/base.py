@@ -73,18 +73,15 @@ def _value(text: str) -> Any:
 Message = dict[str, Any]
 
 
-async def chat(client: httpx.AsyncClient, messages: Sequence[Message], base_url: str, api_key: str, model: str) -> str:
+def model_client(base_url: str, api_key: str) -> httpx.AsyncClient:
+    """A client of the model of an attempt, whose calls may take as long as the attempt may."""
+    headers = {"authorization": f"Bearer {api_key}"}
+    return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=None, trust_env=False)
+
+
+async def chat(client: httpx.AsyncClient, model: str, messages: Sequence[Message]) -> str:
     """The text that the model answers. Raises AgentError with the server's reason if there is none."""
-    reply = await client.post(
-        f"{base_url.rstrip('/')}/chat/completions",
-        json={"model": model, "messages": list(messages)},
-        headers={"authorization": f"Bearer {api_key}"},
-    )
+    reply = await client.post("/chat/completions", json={"model": model, "messages": list(messages)})
     if reply.is_error:
         raise AgentError(f"the model {model!r} answered {reply.status_code}: {reply.text[:500]}")
     return str(reply.json()["choices"][0]["message"]["content"] or "")
-
-
-def client() -> httpx.AsyncClient:
-    """A client whose calls may take as long as the attempt may."""
-    return httpx.AsyncClient(timeout=None, trust_env=False)

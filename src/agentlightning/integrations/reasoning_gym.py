@@ -17,7 +17,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.errors import DatasetError, MissingExtraError, RewardError
-from agentlightning.integrations.base import Address, chat, client
+from agentlightning.integrations.base import Address, chat, model_client
 
 INSTRUCTION: Final = "Solve the problem. Give only the final answer between <answer> and </answer>."
 ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -68,8 +68,8 @@ def score(task: Mapping[str, Any], output: Any) -> float:
 async def play(task: Mapping[str, Any], base_url: str, api_key: str, model: str) -> str:
     """An agent that answers in one call."""
     messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": task["question"]}]
-    async with client() as http:
-        return await chat(http, messages, base_url, api_key, model)
+    async with model_client(base_url, api_key) as client:
+        return await chat(client, model, messages)
 
 
 @lru_cache(maxsize=64)

@@ -15,8 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, cast
 
+import httpx
+
 from agentlightning.errors import ConfigError, MissingExtraError
-from agentlightning.integrations.base import Address, Message, chat, client
+from agentlightning.integrations.base import Address, Message, chat, model_client
 from agentlightning.runner.agents.agent import load_object
 from agentlightning.runner.agents.spec import function_spec
 from agentlightning.tracing.emit import emit_reward, track_agent
@@ -33,11 +35,7 @@ class Game(Protocol):
     def start(self, seed: int) -> Turn: ...
 
     def move(self, text: str) -> tuple[Turn | None, float]:
-        """Make a move: the next turn, None at the end, and the reward of the move."""
-        ...
-
-    def final_reward(self) -> float | None:
-        """The reward of player 0 at the end, beyond those of its moves; None if there is none."""
+        """Make a move: the next turn, None at the end, and the reward of player 0 for it."""
         ...
 
 
@@ -56,9 +54,6 @@ class GymGame:
         observation, reward, *ends = self.env.step(text)
         return None if any(ends[:-1]) else (0, str(observation)), float(reward)
 
-    def final_reward(self) -> None:
-        """None: all rewards are those of moves."""
-
 
 class TextArenaGame:
     """A game of textarena, whose rewards come at the end. `players`: how many play; None: the fewest it allows."""
@@ -74,7 +69,8 @@ class TextArenaGame:
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"textarena cannot make {name!r} with {options}: {error}") from error
         self._seen: dict[int, str] = {}
-        self.players, self.rewards = players, cast("Mapping[int, float] | None", None)
+        self.players = players
+        self.rewards: Mapping[int, float] | None = None
 
     def start(self, seed: int) -> Turn:
         counts = range(1, 16) if self.players is None else (self.players,)
@@ -88,8 +84,8 @@ class TextArenaGame:
         done, _ = self.env.step(text)
         if not done:
             return self._turn(), 0.0
-        self.rewards, _ = self.env.close()
-        return None, 0.0
+        self.rewards = cast("Mapping[int, float]", self.env.close()[0])
+        return None, float(self.rewards.get(0, 0.0))
 
     def _turn(self) -> Turn:
         """The turn, with what is new to the player: textarena repeats all it has shown before."""
@@ -97,9 +93,6 @@ class TextArenaGame:
         observation, seen = str(found), self._seen.get(int(player), "")
         self._seen[int(player)] = observation
         return int(player), observation.removeprefix(seen) or observation
-
-    def final_reward(self) -> float | None:
-        return None if self.rewards is None else float(self.rewards.get(0, 0.0))
 
 
 def load(address: Address) -> list[Any]:
@@ -118,22 +111,14 @@ async def play(task: Mapping[str, Any], base_url: str, api_key: str, model: str)
     opponent, moves = options.pop("opponent", None), options.pop("max_moves", MAX_MOVES)
     game = TextArenaGame(task["env"], **options)
     player = None if opponent is None else load_object(function_spec(opponent, "opponent"), "opponent")
-    model_of = Model(base_url, api_key, model)
-    await play_game(game, model_of, seed=task["seed"], opponent=player, max_moves=moves)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The model that plays."""
-
-    base_url: str
-    api_key: str
-    name: str
+    async with model_client(base_url, api_key) as client:
+        await play_game(game, client, model, seed=task["seed"], opponent=player, max_moves=moves)
 
 
 async def play_game(
     game: Game,
-    model: Model,
+    client: httpx.AsyncClient,
+    model: str,
     *,
     seed: int = 0,
     opponent: Move | None = None,
@@ -142,33 +127,32 @@ async def play_game(
 ) -> None:
     """Play a game to its end, or for `max_moves` moves, and record its rewards.
 
-    `rewards`: with "total", one at the end: the sum of the moves' and the final one; none for a game that was cut off
-    and gave none. With "moves", one after each move, of which the last includes the final one: for credit rules that
-    use intermediate rewards.
+    `rewards`: with "total", one at the end, the sum of all moves; none for a game that was cut off and gave none. With
+    "moves", one after each move of the model, with what its opponents' moves brought: for credit rules that use
+    intermediate rewards.
     """
     histories: dict[int, list[Message]] = {}
     turn: Turn | None = game.start(seed)
-    found: list[float] = []
-    async with client() as http:
-        for _ in range(max_moves):
-            if turn is None:
-                break
-            player, observation = turn
-            if player and opponent is not None:
-                turn, _ = game.move(opponent(observation))
-                continue
-            if rewards == "moves" and found:
-                emit_reward(found[-1], name="move")
+    found, recorded = list[float](), 0
+    for _ in range(max_moves):
+        if turn is None:
+            break
+        player, observation = turn
+        if player and opponent is not None:
+            text = opponent(observation)
+        else:
+            if rewards == "moves" and histories:
+                emit_reward(sum(found[recorded:]), name="move")
+                recorded = len(found)
             history = histories.setdefault(player, [])
             history.append({"role": "user", "content": observation})
             with track_agent(f"player_{player}"):
-                text = await chat(http, history, model.base_url, model.api_key, model.name)
+                text = await chat(client, model, history)
             history.append({"role": "assistant", "content": text})
-            turn, reward = game.move(text)
-            found.append(reward)
-    final = game.final_reward()
-    if turn is None or final is not None or any(found):
-        emit_reward(sum(found[-1:] if rewards == "moves" else found) + (final or 0.0))
+        turn, reward = game.move(text)
+        found.append(reward)
+    if turn is None or any(found):
+        emit_reward(sum(found[recorded:]))
 
 
 def gym_agent(make: Callable[[], Any], rewards: Literal["total", "moves"] = "total") -> Callable[..., Any]:
@@ -176,6 +160,7 @@ def gym_agent(make: Callable[[], Any], rewards: Literal["total", "moves"] = "tot
 
     async def agent(task: Any, base_url: str, api_key: str, model: str) -> None:
         seed = int(task.get("seed", 0)) if isinstance(task, Mapping) else 0
-        await play_game(GymGame(make()), Model(base_url, api_key, model), seed=seed, rewards=rewards)
+        async with model_client(base_url, api_key) as client:
+            await play_game(GymGame(make()), client, model, seed=seed, rewards=rewards)
 
     return agent

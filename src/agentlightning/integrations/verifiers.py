@@ -13,12 +13,15 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
-from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Mapping
-from itertools import count
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from socket import AF_UNIX, socket
+from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
+from tempfile import TemporaryDirectory
+from threading import Lock, Thread
 from typing import Any, Final
 
 from agentlightning.errors import AgentError, ConfigError, DatasetError
@@ -28,8 +31,10 @@ from agentlightning.tracing.emit import emit_annotation, emit_reward
 PYTHON: Final = "AGL_VERIFIERS_PYTHON"
 """Environment variable with the path of the Python that has verifiers."""
 WORKER: Final = Path(__file__).with_name("verifiers_worker.py")
-LINE_LIMIT: Final = 1 << 26
-"""Maximum length of a reply in bytes."""
+BACKLOG: Final = 1024
+"""Requests that may wait while the process starts."""
+DEATH_SECONDS: Final = 5.0
+"""How long after its connections a process may end."""
 CANDIDATES: Final = 10
 """Tasks that are looked at for each one wanted, where `part` leaves some out."""
 
@@ -47,8 +52,15 @@ def load(address: Address) -> list[Any]:
         "runtime": options.pop("runtime", "subprocess"),
         "options": options,
     }
-    limit = address.size * (CANDIDATES if address.part else 1)
-    tasks = _request_once(python, {"method": "tasks", "env": env, "limit": limit, "seed": address.seed})
+    request = {"method": "tasks", "env": env, "limit": address.size * (CANDIDATES if address.part else 1)}
+    worker = Worker(python)
+    try:
+        with ThreadPoolExecutor(1) as another:  # this thread may have an event loop
+            tasks = another.submit(asyncio.run, worker.request({**request, "seed": address.seed})).result()
+    except AgentError as error:
+        raise DatasetError(f"verifiers:{address.name} cannot be loaded by {python}: {error}") from error
+    finally:
+        worker.close()
     kept = [task for task in tasks if address.keeps(str(task["index"]))][: address.size]
     if not kept:
         raise DatasetError(f"verifiers:{address.name} has no task{f' in part={address.part}' if address.part else ''}")
@@ -74,9 +86,8 @@ async def play(task: Mapping[str, Any], base_url: str, api_key: str, model: str)
     """An agent that has verifiers run a task of `verifiers:NAME`, with model calls that go to this attempt."""
     source = task["verifiers"]
     python = source["python"] if shutil.which(source["python"]) else find_python(None)
-    worker = await Worker.of(python)
     request = {"method": "rollout", "env": source["env"], "index": source["index"]}
-    result = await worker.request({**request, "base_url": base_url, "api_key": api_key, "model": model})
+    result = await Worker.of(python).request({**request, "base_url": base_url, "api_key": api_key, "model": model})
     if result.get("rewards"):
         emit_annotation({"verifiers": {"rewards": result["rewards"]}})
     emit_reward(result["reward"])
@@ -84,90 +95,74 @@ async def play(task: Mapping[str, Any], base_url: str, api_key: str, model: str)
 
 
 class Worker:
-    """A process of verifiers, which runs any number of requests at the same time."""
+    """A process of verifiers, which runs any number of requests at the same time: each has a connection of its own, and
+    is cancelled when that is closed."""
 
-    _running: Final[dict[tuple[int, str], Worker]] = {}
-    """By event loop and Python."""
-    _starting: Final[dict[tuple[int, str], asyncio.Lock]] = {}
+    running: Final[dict[str, Worker]] = {}
+    """By Python."""
+    _starting: Final = Lock()
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._ids = count(1)
-        self._errors: deque[str] = deque(maxlen=20)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._read_errors())]
+    def __init__(self, python: str) -> None:
+        """Start a process of this Python."""
+        self._folder = TemporaryDirectory(prefix="agl-verifiers-", dir="/tmp")  # the path of a socket is short
+        self._address = f"{self._folder.name}/socket"
+        with socket(AF_UNIX) as listening:
+            listening.bind(self._address)
+            listening.listen(BACKLOG)
+            self._process = Popen(
+                [python, str(WORKER), str(listening.fileno())],
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=STDOUT,
+                pass_fds=[listening.fileno()],
+            )
+        self._printed: deque[bytes] = deque(maxlen=20)
+        self._reading = Thread(target=self._read, daemon=True)
+        self._reading.start()
 
     @classmethod
-    async def of(cls, python: str) -> Worker:
+    def of(cls, python: str) -> Worker:
         """The process of a Python; started if there is none, or if it has died."""
-        key = id(asyncio.get_running_loop()), python
-        async with cls._starting.setdefault(key, asyncio.Lock()):
-            if key not in cls._running or cls._running[key]._process.returncode is not None:
-                pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-                started = await asyncio.create_subprocess_exec(python, str(WORKER), limit=LINE_LIMIT, **pipes)
-                cls._running[key] = cls(started)
-        return cls._running[key]
+        with cls._starting:
+            found = cls.running.get(python)
+            if found is not None and found._process.poll() is not None:
+                found.close()
+                found = None
+            cls.running[python] = found or cls(python)
+            return cls.running[python]
 
     async def request(self, request: Mapping[str, Any]) -> Any:
         """The result of a request. Raises AgentError for an error, or if the process dies."""
-        number = next(self._ids)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            await self._send({"id": number, **request})
-            return await future
-        except asyncio.CancelledError:
-            await asyncio.shield(self._send({"id": number, "method": "cancel"}))
-            raise
-        finally:
-            self._waiting.pop(number, None)
+        reply = b""
+        with suppress(OSError):
+            reader, writer = await asyncio.open_unix_connection(self._address)
+            try:
+                writer.write(json.dumps(request).encode() + b"\n")
+                reply = await reader.read()
+            finally:
+                writer.close()
+        if not reply:  # it has died
+            self._end(DEATH_SECONDS)
+            printed = b"".join(self._printed).decode(errors="replace")
+            raise AgentError(f"the process of verifiers has ended ({self._process.returncode}):\n{printed}")
+        found = json.loads(reply)
+        if "error" in found:
+            raise AgentError(f"verifiers: {found['error']}")
+        return found["result"]
 
-    async def close(self) -> None:
-        """End the process, and what it runs."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await asyncio.gather(*self._tasks)
-        await self._process.wait()
-
-    async def _send(self, request: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise AgentError(self._death()) from error
-
-    async def _read(self) -> None:
+    def _read(self) -> None:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            reply = json.loads(line)
-            future = self._waiting.get(reply["id"])
-            if future is not None and not future.done():
-                if "error" in reply:
-                    future.set_exception(AgentError(f"verifiers: {reply['error']}"))
-                else:
-                    future.set_result(reply["result"])
-        await self._process.wait()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(AgentError(self._death()))
+        with self._process.stdout as lines:
+            self._printed.extend(lines)
 
-    async def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        async for line in self._process.stderr:
-            self._errors.append(line.decode(errors="replace").rstrip())
+    def close(self) -> None:
+        """End the process, and what it runs."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._end(None)
+        self._folder.cleanup()
 
-    def _death(self) -> str:
-        return f"the process of verifiers has ended ({self._process.returncode}):\n" + "\n".join(self._errors)
-
-
-def _request_once(python: str, request: Mapping[str, Any]) -> Any:
-    """The result of one request, by a process that then ends. Raises DatasetError."""
-    text = json.dumps({"id": 1, **request}) + "\n"
-    done = subprocess.run([python, str(WORKER), "finish"], input=text, capture_output=True, text=True, check=False)
-    try:
-        reply = json.loads(done.stdout)
-    except ValueError:
-        raise DatasetError(f"{python} could not run verifiers ({done.returncode}):\n{done.stderr[-2000:]}") from None
-    if "error" in reply:
-        raise DatasetError(f"verifiers:{request['env']['name']} cannot be loaded: {reply['error']}")
-    return reply["result"]
+    def _end(self, seconds: float | None) -> None:
+        with suppress(TimeoutExpired):
+            self._process.wait(seconds)
+        self._reading.join(1)  # a program that it started may still write there

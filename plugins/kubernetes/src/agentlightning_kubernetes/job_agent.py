@@ -31,25 +31,25 @@ from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.command import OUTPUT_BYTES, task_variable
 from agentlightning.runner.agents.spec import JobTemplate
 from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
-from agentlightning_kubernetes.manifest import PREFIX, agent_container, attempt_job, check_template, read_template
+from agentlightning_kubernetes.manifest import PREFIX, agent_container, attempt_job, checked_template, read_template
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 1.0
 JOB_LABEL: Final = "batch.kubernetes.io/job-name"
-
-
+HOST, POD, RUNNER = (f"{PREFIX}/{label}" for label in ("host", "pod", "runner"))
+"""Labels: the process that made a Job, its pod, and its runner, which has several processes."""
 Pod = Mapping[str, Any] | None
 JobState = tuple[Mapping[str, Any] | None, Pod]
 """What the API server said of a Job and of its pod; None: it has none."""
 
 
 class JobStates:
-    """The state of all Jobs with the labels `selector`. They are listed, with their pods, once in POLL_SECONDS, however
+    """The state of the Jobs whose label HOST is `host`. They are listed, with their pods, once in POLL_SECONDS, however
     many threads ask."""
 
-    def __init__(self, api: KubernetesApi, selector: str) -> None:
-        self._api, self._selector = api, selector
+    def __init__(self, api: KubernetesApi, host: str) -> None:
+        self.api, self.host = api, host
         self._lock = threading.Lock()
         self._asked = self._listed = -math.inf
         """When the last list was requested, and when the last one that came."""
@@ -73,8 +73,8 @@ class JobStates:
 
     def _list(self) -> None:
         began = self._asked = time.monotonic()
-        jobs = self._api.list("jobs", self._selector)
-        pods = sorted(self._api.list("pods", self._selector), key=lambda pod: pod["metadata"]["creationTimestamp"])
+        jobs, pods = (self.api.list(kind, f"{HOST}={self.host}") for kind in ("jobs", "pods"))
+        pods = sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"])
         self._jobs = {job["metadata"]["name"]: job for job in jobs}
         self._pods = {pod["metadata"]["labels"].get(JOB_LABEL): pod for pod in pods}
         self._listed = began
@@ -106,12 +106,13 @@ class JobAgent:
     def __init__(self, template: JobTemplate) -> None:
         self._template = template
         try:
-            self._manifest: dict[str, Any] = orjson.loads(template.manifest)
-            check_template(self._manifest, "the manifest")
+            self._manifest = checked_template(orjson.loads(template.manifest), "the manifest")
         except (ConfigError, ValueError) as error:
             raise AgentError(f"agent {template}: {error}") from error
         self._runner = secrets.token_hex(8)
         self._lock = threading.Lock()
+        pod = os.environ.get("AGL_POD_NAME"), os.environ.get("AGL_POD_UID")
+        self._owner = (pod[0], pod[1]) if pod[0] and pod[1] else None
 
     def __call__(self, invocation: Invocation) -> Callable[[], str]:
         return partial(self.start, invocation)
@@ -119,7 +120,7 @@ class JobAgent:
     def start(self, invocation: Invocation) -> str:
         """Run the Job of an attempt and return its output. Raises JobError."""
         with self._lock:
-            api, states = self._api, self._states
+            states = self._states
         task = task_variable(invocation.task)
         if not task:
             raise JobError("the task is too long for a variable of a container; give a reference to where it is stored")
@@ -127,36 +128,26 @@ class JobAgent:
             self._manifest,
             self._template,
             invocation.rollout,
-            labels=self._labels,
+            labels={RUNNER: self._runner, HOST: states.host, **({POD: self._owner[1]} if self._owner else {})},
             variables={**invocation.environment, **task},
-            owner=_owner(),
+            owner=self._owner,
         )
-        running = invocation.program = RunningJob(api, states, job, self._template.start_seconds)
+        running = invocation.program = RunningJob(states, job, self._template.start_seconds)
         if invocation.cancelled:  # cancelled before there was a Job
             running.terminate()
         return running.run()
 
     @cached_property
-    def _api(self) -> KubernetesApi:
-        api = KubernetesApi(self._template.api, self._manifest.get("metadata", {}).get("namespace"))
-        if (owner := _owner()) is not None:
-            self._delete_earlier(api, owner[1])
-        return api
-
-    @cached_property
     def _states(self) -> JobStates:
-        return JobStates(self._api, f"{PREFIX}/host={self._labels[f'{PREFIX}/host']}")
-
-    @cached_property
-    def _labels(self) -> dict[str, str]:
-        owner = _owner()
-        pod = {} if owner is None else {f"{PREFIX}/pod": owner[1]}
-        return {f"{PREFIX}/runner": self._runner, f"{PREFIX}/host": secrets.token_hex(8), **pod}
+        api = KubernetesApi(self._template.api, self._manifest.get("metadata", {}).get("namespace"))
+        if self._owner is not None:
+            self._delete_earlier(api, self._owner[1])
+        return JobStates(api, secrets.token_hex(8))
 
     def _delete_earlier(self, api: KubernetesApi, pod: str) -> None:
         """Delete the Jobs of a runner that ran in this pod before and was killed."""
         try:
-            left = api.list("jobs", f"{PREFIX}/pod={pod},{PREFIX}/runner!={self._runner}")
+            left = api.list("jobs", f"{POD}={pod},{RUNNER}!={self._runner}")
             for job in left:
                 api.delete_job(job["metadata"]["name"])
             if left:
@@ -165,17 +156,11 @@ class JobAgent:
             logger.warning("Jobs of an earlier runner in this pod may still run: %s", error)
 
 
-def _owner() -> tuple[str, str] | None:
-    """Name and uid of the pod that this process is in, if it knows them."""
-    name, uid = os.environ.get("AGL_POD_NAME"), os.environ.get("AGL_POD_UID")
-    return (name, uid) if name and uid else None
-
-
 class RunningJob:
     """The Job of one attempt; `Stoppable`."""
 
-    def __init__(self, api: KubernetesApi, states: JobStates, job: Mapping[str, Any], start_seconds: float) -> None:
-        self._api, self._states, self._job = api, states, job
+    def __init__(self, states: JobStates, job: Mapping[str, Any], start_seconds: float) -> None:
+        self._api, self._states, self._job = states.api, states, job
         self._name: str = job["metadata"]["name"]
         self._container: str = agent_container(job)["name"]
         self._keep = "ttlSecondsAfterFinished" in job["spec"]
@@ -234,7 +219,8 @@ class RunningJob:
         self._raise_if_lost(pod)
         if "Failed" in conditions:
             raise self._failure(pod, conditions["Failed"])
-        self._has_started = self._has_started or _has_started(pod)
+        states = [each.get("state", {"waiting": {}}) for each in _statuses(pod)]
+        self._has_started |= any("waiting" not in state for state in states)
         if not self._has_started:
             self._raise_if_late(_why_not_started(pod))
         return False
@@ -289,10 +275,6 @@ def _conditions(thing: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _statuses(pod: Pod) -> list[Mapping[str, Any]]:
     return (pod or {}).get("status", {}).get("containerStatuses") or []
-
-
-def _has_started(pod: Pod) -> bool:
-    return any("waiting" not in each.get("state", {"waiting": {}}) for each in _statuses(pod))
 
 
 def _why_not_started(pod: Pod) -> str:

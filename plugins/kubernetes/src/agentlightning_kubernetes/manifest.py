@@ -39,27 +39,44 @@ def read_template(path: Path, words: Sequence[str], api: str | None, start_secon
         manifest = parse(text)
     except (orjson.JSONDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
-    check_template(manifest, str(path))
-    return JobTemplate(orjson.dumps(manifest), tuple(words), api, start_seconds)
+    return JobTemplate(orjson.dumps(checked_template(manifest, str(path))), tuple(words), api, start_seconds)
 
 
-def check_template(manifest: Any, source: str) -> None:
-    """Raise ConfigError for what is no Job, or a Job whose result would not be that of one run."""
+def checked_template(given: Any, source: str) -> dict[str, Any]:
+    """The Job without its nulls, which stand for what is left out. Raises ConfigError for what is no Job, or a Job
+    whose result would not be that of one run."""
+    manifest = _without_nulls(given)
+    try:
+        _check(manifest, source)
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{source} is no Job of Kubernetes: {error}; `kubectl explain job` says what it has"
+        ) from error
+    return manifest
+
+
+def _check(manifest: Any, source: str) -> None:
     head = (manifest.get("apiVersion"), manifest.get("kind")) if isinstance(manifest, dict) else None
     if head != ("batch/v1", "Job"):
         raise ConfigError(f"{source} has no Job; write apiVersion: batch/v1, kind: Job")
-    spec = manifest.get("spec") or {}
+    spec = manifest.get("spec", {})
     for name, value in FIXED.items():
         if spec.get(name, value) != value:
             raise ConfigError(f"{source}: {name}={spec[name]}; it is {value}, retries are those of the rollout")
-    pod = (spec.get("template") or {}).get("spec") or {}
+    pod = spec.get("template", {}).get("spec", {})
     if pod.get("restartPolicy", "Never") != "Never":
         raise ConfigError(
             f"{source}: restartPolicy={pod['restartPolicy']}; it is Never, retries are those of the rollout"
         )
-    containers = pod.get("containers") or []
+    containers = pod.get("containers", [])
     if not containers or (len(containers) > 1 and all(each.get("name") != AGENT for each in containers)):
         raise ConfigError(f"{source} has {len(containers)} containers; name the one of the agent {AGENT!r}")
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in cast(dict[str, Any], value).items() if each is not None}
+    return [_without_nulls(each) for each in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def agent_container(manifest: Mapping[str, Any]) -> dict[str, Any]:

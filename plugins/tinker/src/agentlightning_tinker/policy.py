@@ -15,17 +15,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-import orjson
+from pydantic import BaseModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentlightning.chat.hf import HFChatFormat
-from agentlightning.engine.base import (
-    ConstraintKind,
-    OnTokens,
-    Sample,
-    SamplingParams,
-    room_for_answer,
-)
+from agentlightning.engine.base import ConstraintKind, OnTokens, Sample, SamplingParams, room_for_answer
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.resolve import resolve_model
@@ -68,14 +62,14 @@ class TinkerPolicy:
         settings that the API lacks."""
         check_config(config)
         assert config.lora is not None
-        tokenizer, rank = await asyncio.to_thread(_tokenizer, config), config.lora.r
-        remote = await asyncio.to_thread(TinkerSession.open, server, config.model, rank, config.seed)
+        tokenizer = await asyncio.to_thread(_tokenizer, config)
+        remote = await TinkerSession.open(server, config.model, config.lora.r, config.seed)
         try:
             updater = RemoteUpdater(remote, config.lora.optimizer or config.optimizer)
             policy = cls(config, tokenizer, remote, updater)
-            policy._sampler = await asyncio.to_thread(remote.sampler)
+            policy._sampler = await remote.sampler()
         except BaseException:
-            await asyncio.to_thread(remote.close)
+            await remote.close()
             raise
         return policy
 
@@ -172,47 +166,57 @@ class TinkerPolicy:
         """Save weights and optimiser on the server, and where they are in `directory`, with the tokenizer. A checkpoint
         without `training_state` is the same: the weights are on the server."""
         async with self._changing:
-            path = await asyncio.to_thread(self._session.save, f"agl-{self._version:06d}-{token_hex(4)}")
-            about = {
-                "path": path,
-                "base_model": self._session.base_model,
-                "policy_version": self._version,
+            path = await self._session.save(f"agl-{self._version:06d}-{token_hex(4)}")
+            about = Checkpoint(
+                path=path,
+                base_model=self._session.base_model,
+                policy_version=self._version,
                 **self._updater.state_dict(),
-            }
+            )
             await asyncio.to_thread(
                 checkpoint.save,
                 Path(directory),
                 None,
                 self.chat.save_tokenizer,
-                lambda new: (new / CHECKPOINT).write_bytes(orjson.dumps(about, option=orjson.OPT_INDENT_2)),
+                lambda new: (new / CHECKPOINT).write_text(about.model_dump_json(indent=2)),
             )
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`. Raises PolicyError where the server no longer has the weights."""
         about = await asyncio.to_thread(read_checkpoint, Path(directory))
-        if about["base_model"] != self._session.base_model:
+        if about.base_model != self._session.base_model:
             raise PolicyError(
-                f"{directory} is of the model {about['base_model']!r}, and {self._session.base_model!r} is trained"
+                f"{directory} is of the model {about.base_model!r}, and {self._session.base_model!r} is trained"
                 " here; continue with the model it was saved from"
             )
         async with self._changing:
-            await asyncio.to_thread(self._session.load, str(about["path"]))
-            self._updater.load_state_dict(about)
-            await self._publish(max(self._version, int(about["policy_version"]), above) + 1)
+            await self._session.load(about.path)
+            self._updater.load_state_dict(about.model_dump())
+            await self._publish(max(self._version, about.policy_version, above) + 1)
 
     async def _publish(self, version: int) -> None:
         """Sample from the weights as they are now, from here on."""
-        self._sampler = await asyncio.to_thread(self._session.sampler)
+        self._sampler = await self._session.sampler()
         self._version = version
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._session.close)
+        await self._session.close()
 
 
-def read_checkpoint(directory: Path) -> dict[str, Any]:
+class Checkpoint(BaseModel):
+    """Where the weights are, and the state of the updater."""
+
+    path: str
+    base_model: str
+    policy_version: int
+    steps: int
+    entropy: tuple[float, int] = (0.0, 0)
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
     """What `TinkerPolicy.save` wrote. Raises PolicyError."""
     try:
-        return orjson.loads((directory / CHECKPOINT).read_bytes())
+        return Checkpoint.model_validate_json((directory / CHECKPOINT).read_bytes())
     except (OSError, ValueError) as error:
         raise PolicyError(
             f'{directory} holds no checkpoint of policy.kind = "tinker": {error}; choose another checkpoint'

@@ -1,6 +1,6 @@
 """A training run on a server of the Tinker API: the calls of the `tinker` package, with its errors as ours.
 
-Methods without `async` block; call them in a thread. Nothing else here imports the package.
+Nothing else here imports the package.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
@@ -32,14 +30,15 @@ HEALTH: Final = "/api/v1/healthz"
 POLL_SECONDS: Final = 5.0
 """How often the server is asked for a sign of life while a request waits."""
 CLOSE_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class LossRow:
-    """A row of tokens, and for each but the last one what the loss needs of the next [T - 1]."""
-
-    token_ids: tuple[int, ...]
-    inputs: dict[str, FloatArray]
+REMEDIES: Final = (
+    (
+        tinker.NotFoundError,
+        "it has forgotten this session (resume the run), or is of another version than this package",
+    ),
+    (tinker.APIConnectionError, "it cannot be reached: resume the run when it is back"),
+    (Exception, "resume the run once that is mended"),
+)
+"""What to do about an error of the package."""
 
 
 class TinkerSession:
@@ -55,7 +54,7 @@ class TinkerSession:
         """When the server was asked for a sign of life, when it last gave one, and when it last gave none."""
 
     @classmethod
-    def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
+    async def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
         """Begin a training run. Raises ConfigError for a key, and PolicyError for a server that is
         not there, or has no such model."""
         key = os.environ.get(config.key_env, "")
@@ -68,53 +67,44 @@ class TinkerSession:
         os.environ.setdefault("TINKER_TELEMETRY", "1" if config.telemetry else "0")
         url, base = server_of(config), config.base_model or model
         if url is not None:
-            _require_server(url)
+            await asyncio.to_thread(_require_server, url)
         with _errors(config, "open a session"):
-            service = tinker.ServiceClient(base_url=url, api_key=key)
-            session = cls(config, service, base)
-            try:
-                session._training = session._result(
-                    lambda: service.create_lora_training_client(
-                        base,
-                        rank=rank,
-                        seed=seed,
-                        train_mlp=config.mlp,
-                        train_attn=config.attention,
-                        train_unembed=config.head,
-                    ),
-                    f"make an adapter over {base!r}",
-                )
-            except BaseException:
-                _end(service, "errored")
-                raise
+            service = await asyncio.to_thread(partial(tinker.ServiceClient, base_url=url, api_key=key))
+        session = cls(config, service, base)
+        layers = {"train_mlp": config.mlp, "train_attn": config.attention, "train_unembed": config.head}
+        making = partial(service.create_lora_training_client, base, rank=rank, seed=seed, **layers)
+        try:
+            session._training = await session._result(making, f"make an adapter over {base!r}")
+        except BaseException:
+            await session.close("errored")
+            raise
         return session
 
     # -- training --------------------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, rows: Sequence[LossRow], loss: str, settings: Mapping[str, float], *, backward: bool = True
+    async def forward_backward(
+        self,
+        rows: Sequence[Sequence[int]],
+        inputs: Sequence[Mapping[str, FloatArray]],
+        loss: str,
+        settings: Mapping[str, float],
+        *,
+        backward: bool = True,
     ) -> list[FloatArray]:
-        """Add the gradient of a loss, or without `backward` compute it alone; returns log p of the tokens of each row
-        but the first [T - 1]."""
+        """Add the gradient of a loss, or without `backward` compute it alone. `inputs` are what it needs of the tokens
+        of each row but the first [T - 1]; returns log p of these."""
         data = [
             types.Datum(
-                model_input=types.ModelInput.from_ints(list(row.token_ids[:-1])),
-                loss_fn_inputs=cast(
-                    Any,  # the SDK makes tensors of arrays
-                    {
-                        "target_tokens": np.asarray(row.token_ids[1:], np.int64),
-                        **{name: np.asarray(values, np.float32) for name, values in row.inputs.items()},
-                    },
-                ),
+                model_input=types.ModelInput.from_ints(list(tokens[:-1])),
+                loss_fn_inputs=cast(Any, {"target_tokens": np.asarray(tokens[1:], np.int64), **own}),
             )
-            for row in rows
+            for tokens, own in zip(rows, inputs, strict=True)
         ]
         call = self._training.forward_backward if backward else self._training.forward
-        config = dict(settings) or None
-        output = self._result(lambda: call(data, loss, config), f"compute the loss {loss!r}")
+        output = await self._result(partial(call, data, loss, dict(settings) or None), f"compute the loss {loss!r}")
         return [np.asarray(each["logprobs"].to_numpy(), np.float32) for each in output.loss_fn_outputs]
 
-    def optim_step(self, lr: float, config: OptimizerConfig, eps: float) -> Mapping[str, float]:
+    async def optim_step(self, lr: float, config: OptimizerConfig, eps: float) -> Mapping[str, float]:
         """A step of AdamW by the gradient so far; returns the server's metrics."""
         params = types.AdamParams(
             learning_rate=lr,
@@ -124,38 +114,57 @@ class TinkerSession:
             weight_decay=config.weight_decay,
             grad_clip_norm=config.clip_norm or 0.0,
         )
-        return self._result(lambda: self._training.optim_step(params), "take an optimiser step").metrics or {}
+        return (await self._result(partial(self._training.optim_step, params), "take an optimiser step")).metrics or {}
 
-    def save(self, name: str) -> str:
+    async def save(self, name: str) -> str:
         """Save weights and optimiser on the server; returns their path there."""
-        return self._result(lambda: self._training.save_state(name), "save the weights").path
+        return (await self._result(partial(self._training.save_state, name), "save the weights")).path
 
-    def load(self, path: str) -> None:
+    async def load(self, path: str) -> None:
         """Continue from what `save` saved, in a new training run on the server."""
-        found = self._result(
-            lambda: self._service.create_training_client_from_state_with_optimizer(path), f"load {path}"
-        )
-        self._training = found
+        loading = partial(self._service.create_training_client_from_state_with_optimizer, path)
+        self._training = await self._result(loading, f"load {path}")
 
-    def sampler(self) -> Any:
+    async def sampler(self) -> Any:
         """What samples from the weights as they are now."""
-        return self._result(self._training.save_weights_and_get_sampling_client, "publish the weights")
+        return await self._result(self._training.save_weights_and_get_sampling_client, "publish the weights")
 
-    def base_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float | None]]:
+    async def base_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float | None]]:
         """log p of each token of each row under the model below the adapter, None for the first."""
         if self._base is None:
             opening = partial(self._service.create_sampling_client, base_model=self.base_model)
-            self._base = self._result(opening, "open its base")
+            self._base = await self._result(opening, "open its base")
         inputs = [types.ModelInput.from_ints(list(row)) for row in rows]
-        return [self._result(partial(self._base.compute_logprobs, each), "score tokens") for each in inputs]
+        return [await self._result(partial(self._base.compute_logprobs, each), "score tokens") for each in inputs]
 
-    def close(self) -> None:
-        """End the session on the server; what was saved stays. Never fails: the server may be gone."""
-        _end(self._service, "success")
+    async def close(self, status: str = "success") -> None:
+        """End the session on the server; what was saved stays. Never fails: the server may be gone, which the package
+        would ask for hours, with heartbeats meanwhile."""
+        with suppress(Exception):  # the run's own error, or its result, is what counts
+            await asyncio.wait_for(asyncio.wrap_future(self._service.close(status).future()), CLOSE_SECONDS)
 
-    def _result(self, call: Any, what: str) -> Any:
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    async def sample(self, sampler: Any, prompt: Sequence[int], params: SamplingParams, stop: Any) -> Any:
+        """One sequence; `stop` as the package has it."""
+        settings = types.SamplingParams(
+            max_tokens=params.max_tokens,
+            seed=params.seed,
+            stop=stop,
+            temperature=params.temperature,
+            top_k=params.top_k or -1,
+            top_p=params.top_p,
+        )
+        tokens = types.ModelInput.from_ints(list(prompt))
+        call = partial(sampler.sample, tokens, 1, settings, topk_sample_logprobs=params.top_logprobs)
+        return (await self._result(call, "sample")).sequences[0]
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def _result(self, call: Callable[[], Any], what: str) -> Any:
         with _errors(self.config, what):
-            return asyncio.run(self._wait(call().future(), what))
+            pending = await asyncio.to_thread(call)  # some ask the server before they return
+            return await self._wait(pending.future(), what)
 
     async def _wait(self, future: Future[Any], what: str) -> Any:
         """What a request gives. Raises what the request raises, and PolicyError for one that takes too long, or whose
@@ -188,24 +197,6 @@ class TinkerSession:
                 f"{url} was unreachable for {gone:.0f} s while it was to {what}; start it again, and resume the run"
             )
 
-    # -- sampling --------------------------------------------------------------------------------------------------
-
-    async def sample(self, sampler: Any, prompt: Sequence[int], params: SamplingParams, stop: Any) -> Any:
-        """One sequence; `stop` as the package has it."""
-        settings = types.SamplingParams(
-            max_tokens=params.max_tokens,
-            seed=params.seed,
-            stop=stop,
-            temperature=params.temperature,
-            top_k=params.top_k or -1,
-            top_p=params.top_p,
-        )
-        tokens = types.ModelInput.from_ints(list(prompt))
-        top = params.top_logprobs
-        with _errors(self.config, "sample"):
-            call = sampler.sample(tokens, 1, settings, topk_sample_logprobs=top)
-            return (await self._wait(call.future(), "sample")).sequences[0]
-
 
 def server_of(config: TinkerConfig) -> str | None:
     """The server's address; None: the hosted service."""
@@ -220,38 +211,19 @@ def _is_alive(url: str) -> bool:
         return False
 
 
-def _end(service: Any, status: str) -> None:
-    """End the session. The package retries for hours and sends heartbeats meanwhile: a server that is gone is left
-    after `CLOSE_SECONDS`."""
-    with suppress(Exception):  # the run's own error, or its result, is what counts
-        ending = service.close(status).future()
-        try:
-            ending.result(timeout=CLOSE_SECONDS)
-        except FutureTimeoutError:
-            ending.cancel()
-
-
 @contextmanager
 def _errors(config: TinkerConfig, what: str) -> Generator[None]:
     """Errors of the package as PolicyError; of the key as ConfigError."""
     where = _name(config)
     try:
         yield
+    except (ConfigError, PolicyError):
+        raise
     except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
         raise ConfigError(f"{where} refuses the key in {config.key_env}: {error}") from error
-    except tinker.NotFoundError as error:
-        raise PolicyError(
-            f"{where} could not {what}: {error}; it has forgotten this session (resume the run), or is of another"
-            f" version than the tinker package here ({tinker.__version__})"
-        ) from error
-    except tinker.APIConnectionError as error:
-        raise PolicyError(f"{where} cannot be reached to {what}: {error}; resume the run when it is back") from error
     except (tinker.TinkerError, ValueError, RuntimeError, TimeoutError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise PolicyError(
-            f"{where} could not {what}: {error} (tinker {tinker.__version__}); resume the run once that is mended"
-        ) from error
+        remedy = next(text for kind, text in REMEDIES if isinstance(error, kind))
+        raise PolicyError(f"{where} could not {what}: {error} (tinker {tinker.__version__}); {remedy}") from error
 
 
 def _name(config: TinkerConfig) -> str:

@@ -10,6 +10,7 @@ The server computes at temperature 1 and over the whole vocabulary. Entropies ar
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -22,18 +23,7 @@ from torch import Tensor
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.policy.base import UPDATE, UpdateOptions
 from agentlightning.policy.config import OptimizerConfig
-from agentlightning.policy.losses import (
-    ADVANTAGES,
-    SAMPLED_LOGPROBS,
-    CISPOLoss,
-    ImportanceLoss,
-    LossSetting,
-    NLLLoss,
-    PPOLoss,
-    TokenBatch,
-    TokenLoss,
-    token_losses,
-)
+from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, LossSetting, TokenBatch, TokenLoss, token_losses
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
 from agentlightning.policy.update.updater import (
     EntropyHistory,
@@ -47,7 +37,8 @@ from agentlightning.policy.update.updater import (
     without,
 )
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
-from agentlightning_tinker.session import LossRow, TinkerSession
+from agentlightning_tinker.losses import native
+from agentlightning_tinker.session import TinkerSession
 
 EPS: Final = 1e-8
 """Of AdamW, as torch has it."""
@@ -79,7 +70,7 @@ class RemoteOptimizer:
                 f"the loss of this step is {loss}, and the server cannot drop its gradient; resume the run"
             )
         lr = self._lr * self.config.factor(self.steps) * self.lr_factor
-        metrics = self._session.optim_step(lr, self.config, EPS)
+        metrics = asyncio.run(self._session.optim_step(lr, self.config, EPS))
         self.steps += 1
         found = next((value for name, value in metrics.items() if name.startswith("grad_norm")), math.nan)
         return {"lr": lr, "grad_norm": float(found), "optimizer_steps": 1.0, "skipped_steps": 0.0}
@@ -126,7 +117,7 @@ class RemoteUpdater(Updater):
         return table.by_node(found)
 
     def _base_logprobs(self, batch: MicroBatch) -> FloatArray:
-        scores = self.session.base_logprobs([row.token_ids for row in batch.rows])
+        scores = asyncio.run(self.session.base_logprobs([row.token_ids for row in batch.rows]))
         own = [np.asarray(each, np.float32)[row.targets] for each, row in zip(scores, batch.rows, strict=True)]
         return np.concatenate(own)
 
@@ -204,37 +195,16 @@ class RemoteUpdater(Updater):
         backward: bool = True,
     ) -> Tensor:
         """Compute a loss with these columns of the trained tokens [N] on the server; returns their logprobs_N."""
-        rows = [LossRow(row.token_ids, dict[str, FloatArray]()) for row in batch.rows]
+        inputs = [{name: np.zeros(row.length, np.float32) for name in columns} for row in batch.rows]
         for name, values in columns.items():
             parts = values.split([len(row.targets) for row in batch.rows])
-            for row, sent, part in zip(batch.rows, rows, parts, strict=True):
-                sent.inputs[name] = np.zeros(row.length, np.float32)
-                sent.inputs[name][row.targets - 1] = part.numpy()
-        found = self.session.forward_backward(rows, loss, settings, backward=backward)
+            for row, own, part in zip(batch.rows, inputs, parts, strict=True):
+                own[name][row.targets - 1] = part.numpy()
+        rows = [row.token_ids for row in batch.rows]
+        found = asyncio.run(self.session.forward_backward(rows, inputs, loss, settings, backward=backward))
         return torch.from_numpy(
             np.concatenate([own[row.targets - 1] for own, row in zip(found, batch.rows, strict=True)])
         )
-
-
-LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
-NATIVE: Final[Mapping[type[TokenLoss], str]] = {
-    NLLLoss: "cross_entropy",
-    ImportanceLoss: "importance_sampling",
-    PPOLoss: "ppo",
-    CISPOLoss: "cispo",
-}
-"""What the API has, and its name there."""
-
-
-def native(loss: TokenLoss) -> tuple[str, Mapping[str, float]] | None:
-    """The API's name for a loss, and its settings there; None for one that it lacks, as those are that a user has
-    derived from one of its own."""
-    name = NATIVE.get(type(loss))
-    if name is None or loss.model_dump(exclude={"type", "coefficient", "clip_low", "clip_high"}, exclude_defaults=True):
-        return None
-    if not isinstance(loss, PPOLoss | CISPOLoss):
-        return name, {}
-    return name, {LOW: 0.0 if loss.clip_low is None else 1 - loss.clip_low, HIGH: 1 + loss.clip_high}
 
 
 def check_losses(losses: Sequence[TokenLoss]) -> None:

@@ -22,7 +22,6 @@ from agentlightning.util.settings import Section
 FORMAT: Final = 2
 """Of manifests; a host refuses a newer one."""
 MANIFEST: Final = "manifest.json"
-DIFFERENCE: Final = ".xor"
 
 
 def _checked_name(name: str) -> str:
@@ -55,6 +54,16 @@ class FileEntry(Section):
     digest: str = ""
     """Of the whole file."""
     parts: tuple[Part, ...] = ()
+
+    @property
+    def object_name(self) -> str:
+        """Of what is stored of it, below the folder of its version."""
+        return f"{self.name}.xor" if self.kind == "xor" else self.name
+
+    @property
+    def stored(self) -> int:
+        """Bytes that are stored of it."""
+        return self.size if self.kind == "whole" else sum(part.stored for part in self.parts)
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:

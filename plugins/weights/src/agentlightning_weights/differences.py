@@ -1,4 +1,5 @@
-"""Differences between two files of the same size: XOR, a part of CHUNK bytes after the other, compressed by zstd.
+"""What is stored of a file, and the file again: all of it, or its difference from another of the same size: XOR, a part
+of CHUNK bytes after the other, compressed by zstd.
 
 Most bytes of weights in bfloat16 do not change in a step, so the difference is mostly zeros. Each part of the result is
 checked against its digest; an unchanged part has no difference. Works on bytes: it needs no torch, and the result is
@@ -29,29 +30,39 @@ def digest(data: Any) -> str:
     return hashlib.blake2b(memoryview(data), digest_size=16).hexdigest()
 
 
-def difference(base: Path, new: Path, name: str) -> tuple[FileEntry, bytes] | None:
-    """How `new`, a file of this name, differs from `base`; None where they have different sizes."""
-    size = new.stat().st_size
-    if not base.exists() or base.stat().st_size != size:
-        return None
+def stored_form(file: Path, name: str, base: Path | None) -> tuple[FileEntry, bytes]:
+    """The entry of a file, and what is stored of it: its difference from `base`, or all where that has another size."""
+    size = file.stat().st_size
+    if base is None or not base.exists() or base.stat().st_size != size:
+        data = file.read_bytes()
+        return FileEntry(name=name, size=size, kind="whole", digest=digest(data)), data
     compressor = zstandard.ZstdCompressor(level=LEVEL)
-    old, own = _mapped(base), _mapped(new)
+    old, own = _mapped(base), _mapped(file)
     entries: list[Part] = []
     stored: list[bytes] = []
     for number, begin in enumerate(range(0, size, CHUNK)):
         end = min(begin + CHUNK, size)
         changed = _xor(old[begin:end], own[begin:end])
-        data = compressor.compress(changed.tobytes()) if changed.any() else b""
-        part = Part(name=str(number), begin=begin, end=end, digest=digest(own[begin:end]), stored=len(data))
-        entries.append(part)
-        stored.append(data)
+        stored.append(compressor.compress(changed.tobytes()) if changed.any() else b"")
+        checked = digest(own[begin:end])
+        entries.append(Part(name=str(number), begin=begin, end=end, digest=checked, stored=len(stored[-1])))
     return FileEntry(name=name, size=size, kind="xor", parts=tuple(entries)), b"".join(stored)
 
 
-def apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
-    """Write what `base` becomes. Raises DamagedDifferenceError where a part of the result is not what was
-    published."""
-    if base.stat().st_size != entry.size or sum(part.stored for part in entry.parts) != len(data):
+def restore(entry: FileEntry, data: bytes, base: Path | None, target: Path) -> None:
+    """Write the file that is stored so. Raises DamagedDifferenceError where it is not what was published."""
+    if entry.kind != "whole" and (base is None or not base.exists()):
+        raise DamagedDifferenceError(f"{entry.name}: the version before is not here")
+    if entry.kind == "xor" and base is not None:
+        return _apply(base, entry, data, target)
+    own = data if base is None or entry.kind == "whole" else base.read_bytes()
+    if digest(own) != entry.digest:
+        raise DamagedDifferenceError(f"{entry.name} is not the file that was published")
+    target.write_bytes(own)
+
+
+def _apply(base: Path, entry: FileEntry, data: bytes, target: Path) -> None:
+    if base.stat().st_size != entry.size or len(data) != entry.stored:
         raise DamagedDifferenceError(f"{entry.name}: the sizes do not fit")
     old, decompressor, start = _mapped(base), zstandard.ZstdDecompressor(), 0
     with target.open("wb") as opened:

@@ -12,8 +12,8 @@ from secrets import token_hex
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import WeightsConfig
 from agentlightning.weight_sync.disk import CheckpointFolder
-from agentlightning_weights.bucket import DIFFERENCE, MANIFEST, Bucket, FileEntry, Manifest, folder_of
-from agentlightning_weights.differences import difference, digest
+from agentlightning_weights.bucket import MANIFEST, Bucket, FileEntry, Manifest, folder_of
+from agentlightning_weights.differences import stored_form
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +54,19 @@ class WeightPublisher:
         }
 
     def _write(self, directory: Path, version: int, base: tuple[int, str, Path] | None) -> Manifest:
-        folder, entries, stored = folder_of(version), list[FileEntry](), 0
+        folder, entries = folder_of(version), list[FileEntry]()
         for file in sorted(path for path in directory.rglob("*") if path.is_file()):
-            entry, data = _entry(file, directory, None if base is None else base[2])
+            name = file.relative_to(directory).as_posix()
+            entry, data = stored_form(file, name, None if base is None else base[2] / name)
             if data:
-                self.bucket.write(f"{folder}/{entry.name}{DIFFERENCE if entry.kind == 'xor' else ''}", data)
-            stored += len(data)
+                self.bucket.write(f"{folder}/{entry.object_name}", data)
             entries.append(entry)
         manifest = Manifest(
             version=version,
             id=token_hex(8),
             base=base[:2] if base is not None and any(entry.kind != "whole" for entry in entries) else None,
             files=tuple(entries),
-            stored=stored,
+            stored=sum(entry.stored for entry in entries),
         )
         self.bucket.write(f"{folder}/{MANIFEST}", manifest.model_dump_json().encode())
         return manifest
@@ -80,15 +80,6 @@ class WeightPublisher:
             if version < full[-self._keep_full]:
                 self.bucket.remove(f"{folder_of(version)}/{MANIFEST}")  # First, so that nobody begins to read it.
                 self.bucket.remove(folder_of(version))
-
-
-def _entry(file: Path, directory: Path, base: Path | None) -> tuple[FileEntry, bytes]:
-    """The entry of a file, and what is stored of it."""
-    name = file.relative_to(directory).as_posix()
-    if base is not None and (found := difference(base / name, file, name)) is not None:
-        return found
-    data = file.read_bytes()
-    return FileEntry(name=name, size=len(data), kind="whole", digest=digest(data)), data
 
 
 class WeightVersions:

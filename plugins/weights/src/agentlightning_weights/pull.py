@@ -16,8 +16,8 @@ from typing import Final
 
 import orjson
 
-from agentlightning_weights.bucket import DIFFERENCE, Bucket, FileEntry, Manifest, WeightStoreError, folder_of
-from agentlightning_weights.differences import DamagedDifferenceError, apply, digest
+from agentlightning_weights.bucket import Bucket, FileEntry, Manifest, WeightStoreError, folder_of
+from agentlightning_weights.differences import DamagedDifferenceError, restore
 from agentlightning_weights.publish import WANTED
 
 STATE: Final = "state.json"
@@ -58,19 +58,17 @@ class WeightPuller:
 
     def pull(self) -> Pulled | None:
         """Bring the newest version here; None where none was published. Raises WeightStoreError where it cannot be: a
-        damaged difference is refused, and a full version asked for, which the next publication is."""
+        damaged version is refused, and a full one asked for, which the next publication is."""
         since, self._read = time.monotonic(), 0
         newest, current = max(self.bucket.versions(), default=None), self.current
         if newest is None:
             return None
-        chain = self._chain(newest, current)
         try:
+            chain = self._chain(newest, current)
             for manifest in chain:
                 self._write(manifest)
         except DamagedDifferenceError as error:
-            if chain[-1].base is None:
-                raise WeightStoreError(f"the full version {newest} at {self.bucket.url} is damaged: {error}") from error
-            self._want_full()
+            self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))
             raise WeightStoreError(
                 f"version {newest} at {self.bucket.url} is refused: {error}; a full version was asked for, which the"
                 " next publication is"
@@ -78,7 +76,8 @@ class WeightPuller:
         return Pulled(newest, self._place(newest), self._read, time.monotonic() - since, len(chain))
 
     def _chain(self, version: int, current: tuple[int, str] | None) -> list[Manifest]:
-        """What leads to a version: from what is here, else from a full one."""
+        """What leads to a version: from what is here, else from a full one. Raises DamagedDifferenceError for a
+        version that is a difference from another than what is there now."""
         chain: list[Manifest] = []
         manifest = self.bucket.manifest(version)
         while (manifest.version, manifest.id) != current:
@@ -87,16 +86,12 @@ class WeightPuller:
                 break
             before = self.bucket.manifest(manifest.base[0])
             if before.id != manifest.base[1]:
-                self._want_full()
-                raise WeightStoreError(
-                    f"version {manifest.version} at {self.bucket.url} is a difference from a version {before.version}"
-                    " that was published again since; a full version was asked for"
+                raise DamagedDifferenceError(
+                    f"version {manifest.version} is a difference from a version {before.version} that was published"
+                    " again since"
                 )
             manifest = before
         return chain[::-1]
-
-    def _want_full(self) -> None:
-        self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))
 
     def _write(self, manifest: Manifest) -> None:
         place = self._place(manifest.version)
@@ -119,27 +114,12 @@ class WeightPuller:
         self._prune(manifest.version)
 
     def _file(self, manifest: Manifest, entry: FileEntry, target: Path) -> None:
-        name = f"{folder_of(manifest.version)}/{entry.name}"
         base = None if manifest.base is None else self._place(manifest.base[0]) / entry.name
-        if entry.kind == "whole":
-            data = self._fetch(name, entry.size)
-        else:
-            changes = self._fetch(name + DIFFERENCE, sum(part.stored for part in entry.parts))
-            if base is None or not base.exists():
-                raise DamagedDifferenceError(f"{entry.name}: the version before is not here")
-            if entry.kind == "xor":
-                return apply(base, entry, changes, target)
-            data = base.read_bytes()
-        if digest(data) != entry.digest:
-            raise DamagedDifferenceError(f"{entry.name} is not the file that was published")
-        target.write_bytes(data)
-
-    def _fetch(self, name: str, size: int) -> bytes:
-        if not size:
-            return b""  # some stores refuse a range of an empty object
-        data = self.bucket.read(name, size)
+        data = b""
+        if entry.stored:  # some stores refuse a range of an empty object
+            data = self.bucket.read(f"{folder_of(manifest.version)}/{entry.object_name}", entry.stored)
         self._read += len(data)
-        return data
+        restore(entry, data, base, target)
 
     def _prune(self, newest: int) -> None:
         """Keep the newest, and the one before it, which a server may still be reading."""

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 from zlib import crc32
 
@@ -87,8 +88,6 @@ class AdapterHost:
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
         self.context_length = usable_context_length(config, model, tokenizer)
         self.vocab_size = vocab_size(model)
-        self.copies_read = 0
-        """How often a copy was read from the disk."""
         self._model = model
         self._max_copies, self._token_budget = max_copies, token_budget
         self._adapters = Adapters(model)
@@ -209,7 +208,7 @@ class AdapterHost:
             None,
             lambda new: write_adapter(new, adapter, shared_name(self.config.model)),
             lambda new: torch.save(optimizer.state_dict(), new / OPTIMIZER) if with_optimizer else None,
-            lambda new: (new / ABOUT).write_text(saved.model_dump_json(exclude={"directory"})),
+            lambda new: (new / ABOUT).write_text(saved.model_dump_json()),
         )
 
     @in_worker
@@ -221,7 +220,7 @@ class AdapterHost:
         if with_optimizer:
             try:
                 state = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, EOFError) as error:
+            except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
                 raise PolicyError(
                     f"{directory} holds no state of an optimiser: {error}; load it without, or choose one that"
                     " save_state wrote"
@@ -275,7 +274,6 @@ class AdapterHost:
                     await self._drop_copy(other)
                 await self._read_copy(copy)
                 self._copies[name] = 0
-                self.copies_read += 1
             self._copies.move_to_end(name)
             self._copies[name] += 1
         try:

@@ -15,40 +15,39 @@ from typing import Any, Final
 from uuid import uuid4
 
 import orjson
+from starlette.responses import Response
 
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError
 
 logger = logging.getLogger(__name__)
 
 FETCHED_BYTES: Final = 64 << 20
-"""Results that were fetched stay up to this size together, for a client that lost the answer."""
-UNKNOWN_MODEL: Final = (
-    "model {!r} is unknown here: its session has ended, or the server was started again; create a training client from"
-    " a saved state"
-)
-PROTOBUF: Final = "application/x-protobuf"
-JSON: Final = "application/json"
+"""Results of a session that were fetched stay up to this size together, for a client that lost the answer."""
+Found = Mapping[str, Any] | Response
+"""What a request gives: an object as JSON, or a response as it is."""
+Work = Callable[[], Awaitable[Found]]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    body: bytes
-    media_type: str = JSON
-
-    @classmethod
-    def failed(cls, error: BaseException) -> Result:
-        """The record of an error, and whether it is the caller's."""
-        users = isinstance(error, ConfigError | ContextLengthError | NotFoundError)
-        return cls(orjson.dumps({"error": str(error), "category": "user" if users else "server"}))
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-CANCELLED: Final = Result.failed(ConfigError("the request was cancelled"))
-Work = Callable[[], Awaitable[Mapping[str, Any] | Result]]
+def failure(error: BaseException) -> Response:
+    """The result of a request that failed: the error, and whether it is the caller's."""
+    users = isinstance(error, ConfigError | ContextLengthError | NotFoundError)
+    return json_response({"error": str(error), "category": "user" if users else "server"})
 
 
 def owner_of(name: str) -> str:
     """The session of a model, a sampler or a request, with which its name begins."""
     return name.partition(":")[0]
+
+
+def unknown(what: str) -> NotFoundError:
+    """The error that a session, or something of one, is not there."""
+    return NotFoundError(
+        f"{what} is unknown here: its session has ended, or the server was started again; begin from a saved state"
+    )
 
 
 @dataclass(slots=True)
@@ -62,17 +61,18 @@ class _Turns:
 
 
 class Requests:
-    """All requests of a server that have not been forgotten. The id of one that has a turn is MODEL:NUMBER."""
+    """The requests of a session that have not been forgotten. The id of one that has a turn is MODEL:NUMBER."""
 
-    def __init__(self) -> None:
-        self._tasks: dict[str, asyncio.Task[Result]] = {}
+    def __init__(self, session: str) -> None:
+        self._session = session
+        self._tasks: dict[str, asyncio.Task[Response]] = {}
         self._turns: dict[str, _Turns] = {}
         """By model."""
         self._fetched: OrderedDict[str, int] = OrderedDict()
 
-    def start(self, owner: str, work: Work) -> str:
+    def start(self, work: Work) -> str:
         """Run at once. Returns the id of the request."""
-        return self._start(f"{owner}:{uuid4().hex}", work)
+        return self._start(f"{self._session}:{uuid4().hex}", work)
 
     def open_queue(self, model: str, first: Work) -> str:
         """Run the request that makes a model; later ones of it begin with number 1."""
@@ -80,16 +80,16 @@ class Requests:
         return self.enqueue(model, 0, first)
 
     def enqueue(self, model: str, number: int, work: Work) -> str:
-        """Run when all requests of the model with smaller numbers have. Raises ConfigError for an unknown model, and
-        for a number that has passed and whose result is forgotten."""
+        """Run when all requests of the model with smaller numbers have. Raises NotFoundError for an unknown model,
+        and ConfigError for a number that has passed and whose result is forgotten."""
         if (turns := self._turns.get(model)) is None:
-            raise ConfigError(UNKNOWN_MODEL.format(model))
+            raise unknown(f"model {model!r}")
         if (name := f"{model}:{number}") in self._tasks:
             return name
         if number <= turns.passed:
             raise ConfigError(f"request {number} of model {model} has run, and its result is no longer kept")
 
-        async def in_turn() -> Mapping[str, Any] | Result:
+        async def in_turn() -> Found:
             if number:
                 await turns.ended[number - 1].wait()
             try:
@@ -101,14 +101,14 @@ class Requests:
 
         return self._start(name, in_turn)
 
-    async def fetch(self, name: str, seconds: float) -> Result | None:
+    async def fetch(self, name: str, seconds: float) -> Response | None:
         """The result of a request; None if it is not there in so many seconds. Raises NotFoundError for an unknown
         one."""
         if (task := self._tasks.get(name)) is None:
-            raise NotFoundError(f"request {name} is unknown: its session has ended, or the server was started again")
+            raise unknown(f"request {name}")
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
             return None
-        result = CANCELLED if task.cancelled() else task.result()
+        result = failure(ConfigError("the request was cancelled")) if task.cancelled() else task.result()
         if name in self._tasks:
             self._fetched[name] = len(result.body)
             self._fetched.move_to_end(name)
@@ -121,14 +121,6 @@ class Requests:
         if name in self._tasks and name.rpartition(":")[0] not in self._turns:
             self._tasks[name].cancel()
 
-    def forget(self, owner: str) -> None:
-        """Stop all requests of a session, and forget them."""
-        for name in [each for each in self._tasks if owner_of(each) == owner]:
-            self._tasks.pop(name).cancel()
-            self._fetched.pop(name, None)
-        for model in [each for each in self._turns if owner_of(each) == owner]:
-            del self._turns[model]
-
     async def close(self) -> None:
         """Stop everything."""
         for task in self._tasks.values():
@@ -140,12 +132,11 @@ class Requests:
         return name
 
 
-async def _run(work: Work) -> Result:
+async def _run(work: Work) -> Response:
     try:
         found = await work()
-        return found if isinstance(found, Result) else Result(orjson.dumps(found))
-    except AgentLightningError as error:
-        return Result.failed(error)
+        return found if isinstance(found, Response) else json_response(found)
     except Exception as error:
-        logger.exception("a request of the Tinker API failed")
-        return Result.failed(error)
+        if not isinstance(error, AgentLightningError):
+            logger.exception("a request of the Tinker API failed")
+        return failure(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import inspect
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -13,22 +12,22 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import quote
 
-import orjson
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError
+from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError, StoreAuthError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import policy_config
+from agentlightning.store.http.encoding import status_of
 from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
-from agentlightning_tinker.server import messages, wire
+from agentlightning_tinker.server import wire
 from agentlightning_tinker.server.host import AdapterHost
-from agentlightning_tinker.server.requests import JSON, PROTOBUF
+from agentlightning_tinker.server.requests import Found, json_response
 from agentlightning_tinker.server.service import SCHEME, TinkerService
 
 BASE: Final = "/api/v1"
@@ -49,11 +48,10 @@ CLIENT_CONFIG: Final = {
     "sample_join_sampling_session": False,
     "use_pyqwest_transport": False,
 }
-R = TypeVar("R", bound=wire.WireRequest)
-Endpoint = Callable[[Request], Awaitable[Response]]
-Handler = Callable[[Any], Any]
-"""Answers a request that was read: with JSON, with a response, or, as text, with the id of a request whose result is
-fetched later. May be a coroutine."""
+Answer = Found | str | None
+"""What is answered; as text, the id of a request whose result is fetched later."""
+Endpoint = Callable[[Request], Awaitable[Answer]]
+Links = dict[str, tuple[Mapping[str, Path], float]]
 
 
 @asynccontextmanager
@@ -86,94 +84,77 @@ async def tinker_routes(
 
 def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> list[BaseRoute]:
     of = _Endpoints(service, max_body_bytes)
-    requests: dict[str, tuple[type[wire.WireRequest], Handler]] = {
-        "/client/config": (wire.CreateSession, lambda _: CLIENT_CONFIG),
-        "/create_session": (wire.CreateSession, service.create_session),
-        HEARTBEAT: (wire.SessionId, service.heartbeat),
-        "/create_model": (wire.CreateModel, service.begin),
-        "/get_info": (wire.ModelId, service.info),
-        "/weights_info": (wire.WeightsPath, service.weights_info),
-        "/create_sampling_session": (wire.CreateSampler, service.create_sampler),
-        "/asample": (wire.SampleRequest, service.sample),
-        "/retrieve_future": (wire.RequestId, of.fetch),
-        "/cancel_future": (wire.RequestId, lambda given: service.requests.cancel(given.request_id)),
-        "/optim_step": (wire.OptimStep, service.optim_step),
-        "/save_weights": (wire.SaveWeights, service.save_weights),
-        "/save_weights_for_sampler": (wire.SaveForSampler, service.save_for_sampler),
-        "/save_weights_external": (wire.SaveExternal, service.save_external),
-        "/load_weights": (wire.LoadWeights, service.load_weights),
-    }
-    posts: dict[str, Endpoint] = {
-        "/client/dynamic_config": _of_path(lambda: {"sample_cancel_enabled": True}),
-        "/telemetry": _of_path(lambda: {"status": "accepted"}),
-        "/sessions/{name}/finish": _of_path(service.end_session),
-        "/forward_backward": of.forward_backward,
-        **{path: of.reading(*each) for path, each in requests.items()},
+    open_to_all: dict[str, Endpoint] = {
+        "/healthz": _always({"status": "ok"}),
+        f"{DOWNLOAD}/{{secret}}/{{name:path}}": of.download,
     }
     gets: dict[str, Endpoint] = {
-        "/get_server_capabilities": _of_path(service.capabilities),
-        "/samplers/{name}": _of_path(service.sampler_info),
+        "/get_server_capabilities": _always(service.capabilities()),
+        "/samplers/{name}": of.sampler_info,
         "/training_runs/{model}/checkpoints/{kind}/{name:path}/external_weights_urls": of.external_urls,
     }
+    posts: dict[str, Endpoint] = {
+        "/client/config": of.reading(wire.CreateSession, _always(CLIENT_CONFIG)),
+        "/client/dynamic_config": _always({"sample_cancel_enabled": True}),
+        "/telemetry": _always({"status": "accepted"}),
+        "/create_session": of.reading(wire.CreateSession, service.create_session),
+        HEARTBEAT: of.reading(wire.SessionId, service.heartbeat),
+        "/sessions/{name}/finish": of.end_session,
+        "/create_model": of.reading(wire.CreateModel, service.begin),
+        "/get_info": of.reading(wire.ModelId, service.info),
+        "/weights_info": of.reading(wire.WeightsPath, service.weights_info),
+        "/create_sampling_session": of.reading(wire.CreateSampler, service.create_sampler),
+        "/asample": of.reading(wire.SampleRequest, service.sample),
+        "/retrieve_future": of.reading(wire.RequestId, of.fetch),
+        "/cancel_future": of.reading(wire.RequestId, service.cancel),
+        "/forward_backward": of.forward_backward,
+        "/optim_step": of.reading(wire.OptimStep, service.optim_step),
+        "/save_weights": of.reading(wire.SaveWeights, service.save_weights),
+        "/save_weights_for_sampler": of.reading(wire.SaveForSampler, service.save_for_sampler),
+        "/save_weights_external": of.reading(wire.SaveExternal, service.save_external),
+        "/load_weights": of.reading(wire.LoadWeights, service.load_weights),
+    }
     return [
-        Route(f"{BASE}/healthz", _of_path(lambda: {"status": "ok"}), methods=["GET"]),
-        Route(f"{BASE}{DOWNLOAD}/{{link}}", _guarded(of.download, None), methods=["GET"]),
-        *(Route(BASE + path, _guarded(each, token), methods=["POST"]) for path, each in posts.items()),
-        *(Route(BASE + path, _guarded(each, token), methods=["GET"]) for path, each in gets.items()),
-        Route(f"{BASE}/{{path:path}}", _guarded(_unknown, token), methods=["GET", "POST", "PUT", "DELETE"]),
+        *(Route(BASE + path, _answering(each, None), methods=["GET"]) for path, each in open_to_all.items()),
+        *(Route(BASE + path, _answering(each, token), methods=["GET"]) for path, each in gets.items()),
+        *(Route(BASE + path, _answering(each, token), methods=["POST"]) for path, each in posts.items()),
+        Route(f"{BASE}/{{path:path}}", _answering(_not_offered, token), methods=["GET", "POST", "PUT", "DELETE"]),
     ]
 
 
-def _guarded(endpoint: Endpoint, token: str | None) -> Endpoint:
+def _answering(endpoint: Endpoint, token: str | None) -> Callable[[Request], Awaitable[Response]]:
     """The endpoint for those who have the key, with errors as answers."""
 
-    async def answer(request: Request) -> Response:
-        given = request.headers.get("x-api-key", "")
-        if token is not None and not any(
-            hmac.compare_digest(given.encode(), each.encode()) for each in (token, f"tml-{token}")
-        ):
-            return _error(401, "the API key is not that of this server; set TINKER_API_KEY to tml- and its token")
+    async def respond(request: Request) -> Response:
+        given = request.headers.get("x-api-key", "").encode()
         try:
-            return await endpoint(request)
-        except NotFoundError as error:
-            return _error(410 if request.url.path == BASE + HEARTBEAT else 404, str(error))
-        except (ConfigError, ContextLengthError) as error:
-            return _error(400, str(error))
+            if token is not None and not any(
+                hmac.compare_digest(given, each.encode()) for each in (token, f"tml-{token}")
+            ):
+                raise StoreAuthError("the API key is not that of this server; set TINKER_API_KEY to tml- and its token")
+            found = await endpoint(request)
         except ClientDisconnected:
-            return _error(400, "the request ended before its body")
+            return Response(status_code=400)
         except AgentLightningError as error:
-            return _error(500, str(error))
+            ended = isinstance(error, NotFoundError) and request.url.path == BASE + HEARTBEAT
+            status = 410 if ended else 400 if isinstance(error, ContextLengthError) else status_of(error)
+            return json_response({"error": str(error), "detail": str(error)}, status)
+        if isinstance(found, Response):
+            return found
+        return json_response({"request_id": found} if isinstance(found, str) else found or {})
 
-    return answer
-
-
-def _error(status: int, message: str) -> Response:
-    return _json({"error": message, "detail": message}, status)
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type=JSON)
+    return respond
 
 
-async def _answer(found: Any) -> Response:
-    """What a `Handler` returned, as a response."""
-    found = await found if inspect.isawaitable(found) else found
-    if isinstance(found, Response):
-        return found
-    return _json({"request_id": found} if isinstance(found, str) else found or {})
+def _always(answer: Answer) -> Callable[[Any], Awaitable[Answer]]:
+    async def give(_: Any) -> Answer:
+        return answer
+
+    return give
 
 
-def _of_path(handler: Callable[..., Any]) -> Endpoint:
-    """As a `Handler`, of the parameters in the path; no body is read."""
-
-    async def answer(request: Request) -> Response:
-        return await _answer(handler(**request.path_params))
-
-    return answer
-
-
-async def _unknown(request: Request) -> Response:
-    return _error(404, f"{request.method} {request.url.path} is not offered by this server of the Tinker API")
+async def _not_offered(request: Request) -> Answer:
+    raise NotFoundError(f"{request.method} {request.url.path} is not offered by this server of the Tinker API")
 
 
 @dataclass
@@ -182,70 +163,74 @@ class _Endpoints:
 
     service: TinkerService
     max_body_bytes: int
-    links: dict[str, tuple[Path, float]] = field(default_factory=dict[str, tuple[Path, float]])
-    """The files that may be downloaded, by a random name, and until when."""
+    links: Links = field(default_factory=Links)
+    """The files that may be downloaded, by a random name of them all, and until when."""
 
     async def _body(self, request: Request) -> bytes:
         return await receive_body(request.headers, request.receive, self.max_body_bytes, SMALLER)
 
-    def reading(self, kind: type[wire.WireRequest], handler: Handler) -> Endpoint:
-        """At once, or in the turn of its model, of which also an error is the result: later requests are not kept
-        waiting for it."""
+    def reading(self, kind: type[wire.WireRequest], handler: Callable[[Any], Awaitable[Any]]) -> Endpoint:
+        """Handled at once, or in the turn of its model, of which also an error is the result: later requests are not
+        kept waiting for it."""
 
-        async def answer(request: Request) -> Response:
+        async def answer(request: Request) -> Answer:
             body, path = await self._body(request), request.url.path
-            place = wire.Place.of(body) if kind.has_turn else None
-            if place is None:
-                return await _answer(handler(_parsed(body, kind, path)))
 
-            async def work() -> Mapping[str, Any]:
-                return await handler(_parsed(body, kind, path))
+            async def work() -> Any:
+                try:
+                    given = kind.model_validate_json(body)
+                except ValidationError as error:
+                    errors = error.errors(include_url=False)
+                    found = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in errors)
+                    raise ConfigError(f"{path}: {found}") from error
+                return await handler(given)
 
-            return await _answer(self.service.requests.enqueue(place.model_id, place.seq_id, work))
+            if (place := wire.Place.of(kind, body)) is not None:
+                return self.service.requests_of(place.model_id).enqueue(place.model_id, place.seq_id, work)
+            return await work()
 
         return answer
 
-    async def forward_backward(self, request: Request) -> Response:
+    async def forward_backward(self, request: Request) -> str:
         kind = request.headers.get("content-type", "")
-        if PROTOBUF not in kind or request.headers.get("content-encoding"):
+        if wire.PROTOBUF not in kind or request.headers.get("content-encoding"):
             raise ConfigError(
                 f"forward_backward came as {kind or 'unknown'} {request.headers.get('content-encoding', '')}, and this"
-                f" server reads {PROTOBUF}: use version {wire.OLDEST_SDK} or newer of the tinker package"
+                f" server reads {wire.PROTOBUF}: use version {wire.OLDEST_SDK} or newer of the tinker package"
             )
-        given = messages.read_request(await self._body(request))
+        given = wire.read_request(await self._body(request))
         work = partial(self.service.forward_backward, given)
-        return await _answer(self.service.requests.enqueue(given.model_id, given.seq_id, work))
+        return self.service.requests_of(given.model_id).enqueue(given.model_id, given.seq_id, work)
 
-    async def fetch(self, given: wire.RequestId) -> Any:
-        result = await self.service.requests.fetch(given.request_id, POLL_SECONDS)
-        if result is None:
-            return {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
-        return Response(result.body, media_type=result.media_type)
+    async def fetch(self, given: wire.RequestId) -> Found:
+        name = given.request_id
+        result = await self.service.requests_of(name).fetch(name, POLL_SECONDS)
+        return result or {"type": "try_again", "request_id": name, "queue_state": "active"}
 
-    async def external_urls(self, request: Request) -> Response:
+    async def end_session(self, request: Request) -> None:
+        await self.service.end_session(request.path_params["name"])
+
+    async def sampler_info(self, request: Request) -> Found:
+        return self.service.sampler_info(request.path_params["name"])
+
+    async def external_urls(self, request: Request) -> Found:
         """A URL for each file, at the address by which the client reaches this server."""
-        given, now = request.path_params, time.time()
+        given, now, secret = request.path_params, time.time(), secrets.token_urlsafe(32)
         path = f"{SCHEME}{given['model']}/{given['kind']}/{quote(given['name'], safe='')}"
-        links = {secrets.token_urlsafe(32): each for each in (await self.service.external_files(path)).items()}
+        files = await self.service.external_files(path)
         self.links = {link: known for link, known in self.links.items() if known[1] > now}
-        self.links |= {link: (file, now + LINK_SECONDS) for link, (_, file) in links.items()}
-        root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}"
-        urls = {name: f"{root}/{link}" for link, (name, _) in links.items()}
-        return _json({"urls": urls, "expires": datetime.fromtimestamp(now + LINK_SECONDS, UTC).isoformat()})
+        self.links[secret] = files, now + LINK_SECONDS
+        root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}/{secret}"
+        urls = {name: f"{root}/{quote(name)}" for name in files}
+        return {"urls": urls, "expires": datetime.fromtimestamp(now + LINK_SECONDS, UTC).isoformat()}
 
     async def download(self, request: Request) -> Response:
         """A file, for who has its URL."""
-        file, until = self.links.get(request.path_params["link"], (None, 0.0))
+        files, until = self.links.get(request.path_params["secret"], ({}, 0.0))
+        file = files.get(request.path_params["name"])
         if file is None or until < time.time():
-            return _error(403, "this URL is not one of this server, or has expired; ask for another one")
+            message = "this URL is not one of this server, or has expired; ask for another one"
+            return json_response({"error": message, "detail": message}, 403)
         if not file.is_file():
             raise NotFoundError(f"{file.name} is no longer there; save the weights again")
         return FileResponse(file, media_type="application/octet-stream")
-
-
-def _parsed(body: bytes, kind: type[R], path: str) -> R:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise ConfigError(f"{path}: {found}") from error

@@ -13,20 +13,21 @@ import shutil
 import time
 from asyncio import Semaphore
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import randbits, token_hex
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-import orjson
+from starlette.responses import Response
 
 from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning_tinker.server import messages, wire
+from agentlightning_tinker.losses import columns_of, make_loss
+from agentlightning_tinker.server import wire
 from agentlightning_tinker.server.host import AdapterHost, Datum
-from agentlightning_tinker.server.losses import columns_of, make_loss
-from agentlightning_tinker.server.requests import PROTOBUF, UNKNOWN_MODEL, Requests, Result, owner_of
+from agentlightning_tinker.server.requests import Found, Requests, owner_of, unknown
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,10 @@ SESSION_SECONDS: Final = 900.0
 @dataclass(slots=True)
 class Session:
     heard: float
+    requests: Requests
     models: dict[str, Model] = field(default_factory=dict[str, "Model"])
     samplers: dict[str, Sampler] = field(default_factory=dict[str, "Sampler"])
-    slots: dict[str, Semaphore] = field(default_factory=dict[str, Semaphore])
+    slots: dict[AdapterHost, Semaphore] = field(default_factory=dict[AdapterHost, Semaphore])
     """By model, for answers at the same time, three quarters of those that are sampled in one batch: those of another
     session do not wait for all that one has asked for."""
 
@@ -51,31 +53,32 @@ class Model:
     """A training run."""
 
     base: str
+    host: AdapterHost
     shape: wire.LoraShape
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
     base: str
-    copy: wire.Saved | None
+    host: AdapterHost
+    copy: wire.Saved | None = None
     """None: the model below the adapters."""
-    path: str | None
+    path: str | None = None
 
 
 class TinkerService:
-    """Serves `hosts`, by the name of their model."""
+    """Serves `hosts`, by the name of their model. The methods that take a request of `wire` answer it, as text with the
+    id of a request whose result is fetched later."""
 
     def __init__(
         self, hosts: Mapping[str, AdapterHost], folder: Path, *, session_seconds: float = SESSION_SECONDS
     ) -> None:
         self.hosts = hosts
-        self.requests = Requests()
         self.sessions: dict[str, Session] = {}
         self._folder, self._session_seconds = folder.absolute(), session_seconds
 
     async def close(self) -> None:
         """Stop all requests, end all sessions, and close the models."""
-        await self.requests.close()
         for session in list(self.sessions):
             await self.end_session(session)
         for host in self.hosts.values():
@@ -83,28 +86,28 @@ class TinkerService:
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
-    def create_session(self, request: wire.CreateSession) -> dict[str, Any]:
+    async def create_session(self, request: wire.CreateSession) -> Found:
         name = token_hex(8)
-        self.sessions[name] = Session(time.monotonic())
+        self.sessions[name] = Session(time.monotonic(), Requests(name))
         logger.info("session %s of a client of version %s", name, request.sdk_version or "unknown")
         return {"type": "create_session", "session_id": name}
 
     def session(self, name: str) -> Session:
         """Raises NotFoundError for a session that has ended."""
-        if name not in self.sessions:
-            raise NotFoundError(f"session {name!r} is unknown: it has ended, or the server was started again")
-        self.sessions[name].heard = time.monotonic()
-        return self.sessions[name]
+        if (found := self.sessions.get(name)) is None:
+            raise unknown(f"session {name!r}")
+        found.heard = time.monotonic()
+        return found
 
-    def heartbeat(self, request: wire.SessionId) -> dict[str, Any]:
+    async def heartbeat(self, request: wire.SessionId) -> Found:
         self.session(request.session_id)
         return {"type": "session_heartbeat"}
 
     async def end_session(self, name: str) -> None:
         """Forget its training runs and samplers; weights that were saved under a name stay."""
-        if self.sessions.pop(name, None) is None:
+        if (session := self.sessions.pop(name, None)) is None:
             return
-        self.requests.forget(name)
+        await session.requests.close()
         for host in self.hosts.values():  # behind what is still made of the session in there
             await host.remove(f"{name}:")
         snapshots = await asyncio.to_thread(lambda: list(self._folder.glob(f"{name}%3A*/{SNAPSHOTS}")))
@@ -122,87 +125,90 @@ class TinkerService:
                 logger.warning("session %s ends: nothing was heard of it for %g s", name, self._session_seconds)
                 await self.end_session(name)
 
+    def requests_of(self, name: str) -> Requests:
+        """Those of the session of a model or a request. Raises NotFoundError."""
+        return self.session(owner_of(name)).requests
+
+    async def cancel(self, request: wire.RequestId) -> None:
+        with suppress(NotFoundError):  # its session has ended, and it with that
+            self.requests_of(request.request_id).cancel(request.request_id)
+
     # -- training runs ---------------------------------------------------------------------------------------------
 
-    def capabilities(self) -> dict[str, Any]:
+    def capabilities(self) -> Found:
         offered = {"trainable": True, "sampleable": True}
-        models = [
-            {"model_name": name, "max_context_length": host.context_length, **offered}
-            for name, host in self.hosts.items()
-        ]
-        return {"supported_models": models}
+        lengths = {name: host.context_length for name, host in self.hosts.items()}
+        return {"supported_models": [{"model_name": n, "max_context_length": c, **offered} for n, c in lengths.items()]}
 
-    def begin(self, request: wire.CreateModel | wire.LoadWeights) -> str:
-        """Begin a training run of a session: a new one, or one of the shape and the weights of what was saved. Returns
-        the id of the request that makes it."""
+    async def begin(self, request: wire.CreateModel | wire.LoadWeights) -> str:
+        """Begin a training run of a session: a new one, or one of the shape and the weights of what was saved."""
         session, number = request.session_id, request.model_seq_id
         if session is None or number is None:
             raise ConfigError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-        self.session(session)
         name = f"{session}:train:{number}"
-        return self.requests.open_queue(name, lambda: self._make(name, request))
+        return self.requests_of(name).open_queue(name, lambda: self._make(name, request))
 
-    async def _make(self, name: str, request: wire.CreateModel | wire.LoadWeights) -> Mapping[str, Any]:
+    async def _make(self, name: str, request: wire.CreateModel | wire.LoadWeights) -> Found:
         if isinstance(request, wire.LoadWeights):
             saved = await self._saved(request.path)
             base, shape = request.base_model or saved.base, saved.shape
+        elif request.lora_config is None:
+            raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
         else:
-            base, lora = request.base_model, request.lora_config
-            if lora is None:
-                raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
-            shape = lora.model_copy(update={"seed": randbits(31) if lora.seed is None else lora.seed})
-        await self._host(base).create(name, shape)
-        self.session(owner_of(name)).models[name] = Model(base, shape)
+            base, shape = request.base_model, request.lora_config
+            shape = shape.model_copy(update={"seed": randbits(31) if shape.seed is None else shape.seed})
+        host = self._host(base)
+        await host.create(name, shape)
+        self.session(owner_of(name)).models[name] = Model(base, host, shape)
         if isinstance(request, wire.LoadWeights):
             return await self._load(name, request)
         return {"type": "create_model", "model_id": name}
 
     def model(self, name: str) -> Model:
         """Raises NotFoundError."""
-        session = self.sessions.get(owner_of(name))
-        if session is None or name not in session.models:
-            raise NotFoundError(UNKNOWN_MODEL.format(name))
-        return session.models[name]
+        if (found := self.session(owner_of(name)).models.get(name)) is None:
+            raise unknown(f"model {name!r}")
+        return found
 
-    async def forward_backward(self, request: Any) -> Result:
-        """A request as `messages.read_request` gives it."""
-        host = self._host_of(request.model_id)
-        loss = make_loss(request.loss_fn, messages.loss_config(request))
+    async def forward_backward(self, request: Any) -> Found:
+        """A request as `wire.read_request` gives it."""
+        host = self.model(request.model_id).host
+        loss = make_loss(request.loss_fn, wire.loss_config(request))
         data = await asyncio.to_thread(_data, request, host)
         total, logprobs = await host.gradient(request.model_id, data, loss, backward=not request.forward_only)
-        return Result(await asyncio.to_thread(messages.loss_output, logprobs, total), PROTOBUF)
+        return await asyncio.to_thread(wire.loss_output, logprobs, total)
 
-    async def optim_step(self, request: wire.OptimStep) -> Mapping[str, Any]:
-        metrics = await self._host_of(request.model_id).optim_step(request.model_id, request.adam_params)
+    async def optim_step(self, request: wire.OptimStep) -> Found:
+        metrics = await self.model(request.model_id).host.optim_step(request.model_id, request.adam_params)
         return {"type": "optim_step", "metrics": metrics}
 
-    def info(self, request: wire.ModelId) -> dict[str, Any]:
+    async def info(self, request: wire.ModelId) -> Found:
         model = self.model(request.model_id)
         return {
             "type": "get_info",
             "model_id": request.model_id,
             "model_name": model.base,
-            "model_data": {"model_name": model.base, "tokenizer_id": self.hosts[model.base].config.model},
+            "model_data": {"model_name": model.base, "tokenizer_id": model.host.config.model},
             "is_lora": True,
             "lora_rank": model.shape.rank,
         }
 
     # -- saved weights ---------------------------------------------------------------------------------------------
 
-    async def save_weights(self, request: wire.SaveWeights) -> Mapping[str, Any]:
+    async def save_weights(self, request: wire.SaveWeights) -> Found:
         path = await self._save(request.model_id, WEIGHTS, request.path, overwrite=request.overwrite)
         return {"type": "save_weights", "path": path}
 
-    async def save_for_sampler(self, request: wire.SaveForSampler) -> Mapping[str, Any]:
+    async def save_for_sampler(self, request: wire.SaveForSampler) -> Found:
         if request.sampling_session_seq_id is None:
             path = await self._save(request.model_id, SAMPLER, request.path)
             return {"type": "save_weights_for_sampler", "path": path}
         copy = await self._saved(await self._save(request.model_id, SNAPSHOTS))
-        sampler = Sampler(copy.base, copy, None)
+        sampler = Sampler(copy.base, self._host(copy.base), copy)
         name = self._add_sampler(owner_of(request.model_id), request.sampling_session_seq_id, sampler)
         return {"type": "save_weights_for_sampler", "sampling_session_id": name}
 
-    async def save_external(self, request: wire.SaveExternal) -> Mapping[str, Any]:
+    async def save_external(self, request: wire.SaveExternal) -> Found:
         """For other programs, which download the files."""
         path = await self._save(request.model_id, EXTERNAL, request.path)
         size = sum([file.stat().st_size for file in (await self.external_files(path)).values()])
@@ -216,18 +222,18 @@ class TinkerService:
         found = await asyncio.to_thread(lambda: sorted(each for each in directory.rglob("*") if each.is_file()))
         return {name: each for each in found if (name := each.relative_to(directory).as_posix()) != wire.ABOUT}
 
-    async def load_weights(self, request: wire.LoadWeights) -> Mapping[str, Any] | str:
+    async def load_weights(self, request: wire.LoadWeights) -> Found | str:
         """Into a training run, else into a new one."""
         if request.model_id is None or request.seq_id is None:
-            return self.begin(request)
+            return await self.begin(request)
         return await self._load(request.model_id, request)
 
-    async def _load(self, name: str, request: wire.LoadWeights) -> Mapping[str, Any]:
+    async def _load(self, name: str, request: wire.LoadWeights) -> Found:
         saved = await self._saved(request.path)
-        await self._host_of(name).load(name, saved.directory, with_optimizer=request.optimizer)
+        await self.model(name).host.load(name, saved.directory, with_optimizer=request.optimizer)
         return {"type": "load_weights", "path": request.path, "model_id": name}
 
-    async def weights_info(self, request: wire.WeightsPath) -> dict[str, Any]:
+    async def weights_info(self, request: wire.WeightsPath) -> Found:
         saved = await self._saved(request.tinker_path)
         shape = saved.shape.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
         return {"base_model": saved.base, "is_lora": True, "lora_rank": saved.shape.rank, **shape}
@@ -239,7 +245,7 @@ class TinkerService:
         if not overwrite and await asyncio.to_thread(directory.exists):
             raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
         saved = wire.Saved(directory=directory, base=model.base, shape=model.shape, saved=time.time())
-        await self.hosts[model.base].save(model_id, saved, with_optimizer=kind == WEIGHTS)
+        await model.host.save(model_id, saved, with_optimizer=kind == WEIGHTS)
         return path
 
     def _directory(self, path: str) -> Path:
@@ -254,14 +260,14 @@ class TinkerService:
         """Raises ConfigError where there are none."""
         directory = self._directory(path)
         try:
-            about: dict[str, Any] = orjson.loads(await asyncio.to_thread((directory / wire.ABOUT).read_bytes))
-            return wire.Saved.model_validate({**about, "directory": directory})
+            about = await asyncio.to_thread((directory / wire.ABOUT).read_bytes)
+            return wire.Saved.model_validate_json(about).model_copy(update={"directory": directory})
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} holds no saved weights here: {error}") from error
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    async def create_sampler(self, request: wire.CreateSampler) -> dict[str, Any]:
+    async def create_sampler(self, request: wire.CreateSampler) -> Found:
         self.session(request.session_id)
         base, copy = request.base_model, None
         if request.model_path is not None:
@@ -269,35 +275,33 @@ class TinkerService:
             base = copy.base
         if base is None:
             raise ConfigError("name what to sample from: base_model, or model_path of saved weights")
-        self._host(base)
-        sampler = Sampler(base, copy, request.model_path)
+        sampler = Sampler(base, self._host(base), copy, request.model_path)
         name = self._add_sampler(request.session_id, request.sampling_session_seq_id, sampler)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     def sampler(self, name: str) -> Sampler:
         """Raises NotFoundError."""
-        session = self.sessions.get(owner_of(name))
-        if session is None or name not in session.samplers:
-            raise NotFoundError(f"sampler {name!r} is unknown: its session has ended, or the server was started again")
-        return session.samplers[name]
+        if (found := self.session(owner_of(name)).samplers.get(name)) is None:
+            raise unknown(f"sampler {name!r}")
+        return found
 
-    def sampler_info(self, name: str) -> dict[str, Any]:
+    def sampler_info(self, name: str) -> Found:
         found = self.sampler(name)
         return {"sampler_id": name, "base_model": found.base, "model_path": found.path}
 
-    async def sample(self, request: wire.SampleRequest) -> dict[str, Any]:
+    async def sample(self, request: wire.SampleRequest) -> Found:
         """The id of the request, and one for each sequence."""
-        if request.sampling_session_id is None:
+        if (chosen := request.sampling_session_id) is None:
             raise ConfigError("asample needs a sampling_session_id; begin with create_sampling_session")
-        sampler, owner = self.sampler(request.sampling_session_id), owner_of(request.sampling_session_id)
+        sampler, session = self.sampler(chosen), self.session(owner_of(chosen))
         if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs:
             raise ConfigError("prompt_logprobs_last_n needs prompt_logprobs")
-        host = self.hosts[sampler.base]
+        host = sampler.host
         tokens = _checked(request.prompt.tokens, host)
         room_for_answer(tokens, host.context_length)
         most = host.config.max_batch_size - host.config.max_batch_size // 4
-        slots = self.session(owner).slots.setdefault(sampler.base, Semaphore(most))
-        name = self.requests.start(owner, lambda: _sample(host, sampler.copy, tokens, request, slots))
+        slots = session.slots.setdefault(host, Semaphore(most))
+        name = session.requests.start(lambda: _sample(host, sampler.copy, tokens, request, slots))
         sequences = [f"{name}:{number}" for number in range(request.num_samples)]
         return {"request_id": name, "sample_sequence_ids": sequences}
 
@@ -311,14 +315,11 @@ class TinkerService:
             raise ConfigError(f"the model {name!r} is not served here; there are {', '.join(self.hosts)}")
         return self.hosts[name]
 
-    def _host_of(self, model: str) -> AdapterHost:
-        return self.hosts[self.model(model).base]
-
 
 def _data(request: Any, host: AdapterHost) -> list[Datum]:
     """Raises ConfigError for sequences that the loss or the model cannot use."""
     found: list[Datum] = []
-    for tokens, inputs in messages.rows_of(request):
+    for tokens, inputs in wire.rows_of(request):
         columns = columns_of(request.loss_fn, len(tokens), inputs)
         targets = tuple(inputs["target_tokens"].tolist())
         found.append(Datum(tuple(tokens), targets, columns))
@@ -340,12 +341,8 @@ def _checked(tokens: Sequence[int], host: AdapterHost) -> Sequence[int]:
 
 
 async def _sample(
-    host: AdapterHost,
-    copy: wire.Saved | None,
-    tokens: Sequence[int],
-    request: wire.SampleRequest,
-    slots: Semaphore,
-) -> Result:
+    host: AdapterHost, copy: wire.Saved | None, tokens: Sequence[int], request: wire.SampleRequest, slots: Semaphore
+) -> Response:
     async def sample(each: SamplingParams) -> Sample:
         async with slots:
             return await host.sample(copy, tokens, each)
@@ -359,7 +356,7 @@ async def _sample(
         unwanted = len(prompt) - (request.prompt_logprobs_last_n or len(prompt))
         prompt[: max(0, unwanted)] = [float("nan")] * max(0, unwanted)
     samples = await asyncio.gather(*map(sample, params))
-    return Result(messages.sample_output(samples, prompt), PROTOBUF)
+    return wire.sample_output(samples, prompt)
 
 
 def _params(request: wire.SampleRequest, number: int) -> SamplingParams:

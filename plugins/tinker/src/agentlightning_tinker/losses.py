@@ -1,4 +1,4 @@
-"""The losses of the Tinker API by their names there, as losses of this package and rows of what they need.
+"""The losses of the Tinker API by their names there, as losses of this package and back, and what rows they need.
 
 Losses are sums over all tokens; advantages contain whatever weight a token has. Their formulas are those of the API's
 documentation (tinker-docs.thinkingmachines.ai/losses, November 2026).
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
-
-from pydantic import ValidationError
 
 from agentlightning.errors import ConfigError
 from agentlightning.policy.losses import (
@@ -30,7 +28,7 @@ MASK: Final = "sequence_ratio_mask"
 RL_INPUTS: Final = {SAMPLED_LOGPROBS: "logprobs", ADVANTAGES: "advantages"}
 """Column -> the input of a sequence that it is."""
 
-_LOSSES: Final[Mapping[str, tuple[type[TokenLoss], Mapping[str, float]]]] = {
+LOSSES: Final[Mapping[str, tuple[type[TokenLoss], Mapping[str, float]]]] = {
     "cross_entropy": (NLLLoss, {}),
     "importance_sampling": (ImportanceLoss, {}),
     "ppo": (PPOLoss, {LOW: 0.8, HIGH: 1.2}),
@@ -38,25 +36,40 @@ _LOSSES: Final[Mapping[str, tuple[type[TokenLoss], Mapping[str, float]]]] = {
     "gspo": (GSPOLoss, {LOW: 0.9997, HIGH: 1.0004}),
 }
 """By name: the class, and the settings with their defaults."""
+NATIVE: Final[Mapping[type[TokenLoss], str]] = {
+    kind: name for name, (kind, _) in LOSSES.items() if kind is not GSPOLoss
+}
+"""What a policy lets its server compute, as its name there."""
 
 
 def make_loss(name: str, config: Mapping[str, float | str]) -> TokenLoss:
     """Raises ConfigError for a loss that is not offered here, and for a setting that it does not have."""
-    if name not in _LOSSES:
-        raise ConfigError(f"the loss {name!r} is not offered by this server; use one of {', '.join(_LOSSES)}")
-    kind, defaults = _LOSSES[name]
+    if name not in LOSSES:
+        raise ConfigError(f"the loss {name!r} is not offered by this server; use one of {', '.join(LOSSES)}")
+    kind, defaults = LOSSES[name]
     if unknown := sorted(config.keys() - defaults.keys()):
         raise ConfigError(
             f"the loss {name!r} has no setting {', '.join(unknown)} here; it has {', '.join(defaults) or 'none'}"
         )
+    if not defaults:
+        return kind()
     try:
-        given = {key: float(value) for key, value in {**defaults, **config}.items()}
-        if not given:
-            return kind()
-        low = None if name == "cispo" and given[LOW] == 0 else 1 - given[LOW]
-        return kind.model_validate({"clip_low": low, "clip_high": given[HIGH] - 1})
-    except (ValidationError, ValueError) as error:
+        low, high = (float({**defaults, **config}[key]) for key in (LOW, HIGH))
+        unclipped = kind is CISPOLoss and low == 0
+        return kind.model_validate({"clip_low": None if unclipped else 1 - low, "clip_high": high - 1})
+    except ValueError as error:
         raise ConfigError(f"the loss {name!r} cannot have {dict(config)}: {error}") from error
+
+
+def native(loss: TokenLoss) -> tuple[str, Mapping[str, float]] | None:
+    """The API's name for a loss, and its settings there; None for one that it lacks, as those are that a user has
+    derived from one of its own."""
+    name = NATIVE.get(type(loss))
+    if name is None or loss.model_dump(exclude={"type", "coefficient", "clip_low", "clip_high"}, exclude_defaults=True):
+        return None
+    if not isinstance(loss, PPOLoss | CISPOLoss):
+        return name, {}
+    return name, {LOW: 0.0 if loss.clip_low is None else 1 - loss.clip_low, HIGH: 1 + loss.clip_high}
 
 
 def columns_of(loss: str, tokens: int, inputs: Mapping[str, Any]) -> dict[str, FloatArray]:
@@ -74,8 +87,6 @@ def columns_of(loss: str, tokens: int, inputs: Mapping[str, Any]) -> dict[str, F
     if not tokens:
         raise ConfigError("a sequence has no tokens; leave it out")
     if loss == "cross_entropy":
-        columns = {WEIGHTS: inputs["weights"]}
-    else:
-        columns = {name: inputs[given] for name, given in RL_INPUTS.items()}
-        columns[WEIGHTS] = inputs.get(MASK, inputs["advantages"]) != 0
-    return {name: values.astype("f4") for name, values in columns.items()}
+        return {WEIGHTS: inputs["weights"].astype("f4")}
+    columns = {name: inputs[given].astype("f4") for name, given in RL_INPUTS.items()}
+    return {**columns, WEIGHTS: (inputs.get(MASK, inputs["advantages"]) != 0).astype("f4")}
