@@ -190,6 +190,14 @@ def test_settings_are_completed_by_name() -> None:
 
     assert list(inspect.signature(Mine).parameters) == ["depth"]
 
+    class Settings(agl.config.AlgorithmConfig):
+        depth: int = 1
+
+    class Own(agl.Algorithm[Settings]):
+        config_class = Settings
+
+    assert list(inspect.signature(Own).parameters) == ["config", "depth"]
+
 
 def test_a_decorated_agent_keeps_the_signature_of_its_function() -> None:
     def agent(task: dict[str, str], llm: agl.LLM, depth: int = 3) -> float:

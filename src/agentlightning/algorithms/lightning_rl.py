@@ -77,7 +77,7 @@ from agentlightning.policy.config import AgentSetting
 from agentlightning.policy.losses import ADVANTAGES, LOSSES, Loss, PPOLoss, PreferenceLoss, TokenLoss, token_losses
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory
-from agentlightning.util.settings import AtLeastOne, PositiveShare, SettingsSignature
+from agentlightning.util.settings import AtLeastOne, PositiveShare
 
 # -- presets -----------------------------------------------------------------------------------------------------------
 
@@ -337,8 +337,6 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
 
     name = "lightning_rl"
     config_class = LightningRLConfig
-
-    __signature__ = SettingsSignature(LightningRLConfig)
 
     def __init__(self, config: LightningRLConfig | None = None, *, store: Any = None, **settings: Any) -> None:
         self.store = store
