@@ -137,12 +137,11 @@ def test_editors_see_the_names_that_there_are_and_where_they_come_from() -> None
     package = Path(agl.__file__).parent
     top, compat = imported(package / "__init__.pyi"), imported(package / "compat" / "__init__.pyi")
     assert top.pop("agentlightning") == {"compat", "config", "errors"}
-    assert top.pop("compat") == {name for names in NAMES.values() for name in names.split()}
+    assert top.pop("compat") == set(NAMES)
     assert {name for names in top.values() for name in names} == set(agl.__all__)
     for module, names in {**compat, **top}.items():
         for name in names:
             assert getattr(import_module(f"agentlightning.{module}"), name) is python_names.value(name)
-    assert compat == {module: set(names.split()) for module, names in NAMES.items()}
 
 
 def test_a_name_that_was_at_the_top_says_once_where_it_is_now() -> None:
@@ -156,7 +155,7 @@ def test_a_name_that_was_at_the_top_says_once_where_it_is_now() -> None:
 
 
 def test_the_names_of_0_x_need_no_other_place() -> None:
-    for name in (name for names in NAMES.values() for name in names.split()):
+    for name in NAMES:
         assert getattr(agl, name) is getattr(agl.compat, name)
 
 
@@ -190,6 +189,14 @@ def test_settings_are_completed_by_name() -> None:
             super().__init__()
 
     assert list(inspect.signature(Mine).parameters) == ["depth"]
+
+    class Settings(agl.config.AlgorithmConfig):
+        depth: int = 1
+
+    class Own(agl.Algorithm[Settings]):
+        config_class = Settings
+
+    assert list(inspect.signature(Own).parameters) == ["config", "depth"]
 
 
 def test_a_decorated_agent_keeps_the_signature_of_its_function() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from agentlightning import span as names
 from agentlightning.cli.main import build
 from agentlightning.errors import AgentError, RewardError
-from agentlightning.rescorer import Rescoring, Selection, rescore, rescore_async
+from agentlightning.rescorer import Rescoring, rescore, rescore_async
 from agentlightning.span import Span, new_span_id
 from agentlightning.store import InMemoryLightningStore, LightningStore
 from agentlightning.store.base import LightningStoreBase
@@ -42,7 +42,7 @@ async def add(store: LightningStoreBase, number: int, *, reward: float | None = 
 
 
 async def apply(store: LightningStoreBase, function: Any, dry_run: bool = False, **filters: Any) -> Rescoring:
-    return await rescore_async(store, function, Selection(**filters), dry_run=dry_run)
+    return await rescore_async(store, function, **filters, dry_run=dry_run)
 
 
 def number(task: Any, output: Any) -> float:

@@ -41,47 +41,14 @@ no torch.
 
 from importlib import import_module
 
-_NAMES = {
-    "algorithms.apo.algorithm": "APO",
-    "algorithms.base": "Algorithm",
-    "algorithms.lightning_rl": "LightningRL",
-    "algorithms.preference": "DPO",
-    "algorithms.sequential": "Sequential",
-    "algorithms.sft": "RejectionSampling SFTAlgorithm",
-    "algorithms.training": "BranchPoint Training Want",
-    "config": "TrainConfig",
-    "evaluation.evaluation": "Evaluation",
-    "evaluator": "evaluate",
-    "hierarchy": "Level",
-    "policy.config": "Lora",
-    "recording.feedback": "feedback_link",
-    "recording.instrumentors": "track_all",
-    "recording.recorder": "configure_recording flush_recording recording_status",
-    "recording.session": "carry_session track_critical_path track_session",
-    "rescorer": "rescore",
-    "resources": "LLM NamedResources PromptTemplate",
-    "rewards.judges": "LLMJudge RankingJudge",
-    "rewards.remote": "RemoteReward",
-    "rollouts": "Attempt Rollout",
-    "runner": "LitAgent Runner llm_rollout prompt_rollout rollout",
-    "span": "Span",
-    "store": "InMemoryLightningStore LightningStore LightningStoreClient",
-    "store.types": "Retention",
-    "task": "Dataset",
-    "tracing.emit": (
-        "emit_annotation emit_completion emit_exception emit_message emit_object emit_prompt emit_response "
-        "emit_reward emit_step emit_tool_call operation track_agent"
-    ),
-    "tracing.rewards": "find_final_reward",
-    "trainer": "Trainer",
-    "training.callbacks": "Callback",
-    "training.report.result": "TrainingResult",
-    "trajectory": "Trajectory Transition",
-}
-"""Module -> the names at the top that it defines. `__init__.pyi` has them with their signatures."""
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+from agentlightning.util.stubs import stub_names
 
-__all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+_PLACES = stub_names(__file__)
+"""Name -> the module that has it; those of 0.x among them, and three modules, which this package has."""
+
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    name for name, module in _PLACES.items() if module not in (__name__, "agentlightning.compat")
+)
 
 import_module("agentlightning.compat.modules").install()
 
@@ -89,12 +56,10 @@ import_module("agentlightning.compat.modules").install()
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("importlib.metadata").version("agentlightning")
-    if name in ("compat", "config", "errors"):
-        return import_module(f"agentlightning.{name}")
-    if name in _MODULES:
-        value = getattr(import_module(f"agentlightning.{_MODULES[name]}"), name)
-    else:
-        value = import_module("agentlightning.compat").find(name)
+    place = _PLACES.get(name)
+    if place == __name__:
+        return import_module(f"{place}.{name}")
+    value = import_module("agentlightning.compat").find(name) if place is None else getattr(import_module(place), name)
     globals()[name] = value
     return value
 

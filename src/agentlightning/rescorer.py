@@ -32,18 +32,6 @@ PAGE = 500
 """Rollouts in one request to the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which rollouts to score: those that match every filter."""
-
-    run: str | None = None
-    """Part of the rollout id, such as the id of a run."""
-    status: Sequence[RolloutStatus] = ("succeeded",)
-    mode: Sequence[RolloutMode] | None = None
-    task: Any = None
-    """A task, or a dict of some of its keys with their values. None: any."""
-
-
 @dataclass(slots=True)
 class Rescoring:
     """What `rescore` did.
@@ -95,15 +83,21 @@ def rescore(
         >>> agl.rescore(store, lambda task, output: 1.0 if output == task["answer"] else 0.0).rollouts
         0
     """
-    selection = Selection(run, status, mode, task)
-    return run_sync(rescore_async(store, reward, selection, concurrency=concurrency, dry_run=dry_run))
+    return run_sync(
+        rescore_async(
+            store, reward, run=run, status=status, mode=mode, task=task, concurrency=concurrency, dry_run=dry_run
+        )
+    )
 
 
 async def rescore_async(
     store: LightningStoreBase,
     reward: Callable[..., Any] | str,
-    selection: Selection,
     *,
+    run: str | None = None,
+    status: Sequence[RolloutStatus] = ("succeeded",),
+    mode: Sequence[RolloutMode] | None = None,
+    task: Any = None,
     concurrency: int = 8,
     dry_run: bool = False,
     on_progress: Callable[[int], None] | None = None,
@@ -125,13 +119,13 @@ async def rescore_async(
             on_progress(found.rollouts)
 
     while page := await store.query_rollouts(
-        status_in=list(selection.status),
-        mode_in=None if selection.mode is None else list(selection.mode),
-        rollout_id_contains=selection.run,
+        status_in=list(status),
+        mode_in=None if mode is None else list(mode),
+        rollout_id_contains=run,
         after=after,
         limit=PAGE,
     ):
-        await asyncio.gather(*(score(each) for each in page if _matches(each.input, selection.task)))
+        await asyncio.gather(*(score(each) for each in page if _matches(each.input, task)))
         after = page[-1].rollout_id
     found.failed = dict(sorted(found.failed.items()))
     if found.failed and len(found.failed) == found.rollouts:

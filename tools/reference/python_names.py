@@ -70,7 +70,7 @@ def homes() -> dict[str, str]:
         for module, names in table.items()
         for name in names.split()
     }
-    found |= {name: "agl.compat" for names in NAMES.values() for name in names.split()}
+    found |= dict.fromkeys(NAMES, "agl.compat")
     for module in ("config", "errors"):
         found |= dict.fromkeys(MOVED[module].split(), f"agl.{module}")
     return found | dict.fromkeys(agl.__all__, "agl")

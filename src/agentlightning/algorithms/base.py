@@ -22,7 +22,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.policy.config import AgentSetting, Objective, OptimizerConfig
 from agentlightning.trajectory import RewardWeights
 from agentlightning.util.plugins import Registry, reference_to
-from agentlightning.util.settings import PRESET_NAMES, AtLeastOne, Part, settings_from
+from agentlightning.util.settings import PRESET_NAMES, AtLeastOne, Part, SettingsSignature, settings_from
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -85,6 +85,8 @@ class Algorithm(ABC, Generic[C]):
     held-out tasks in one mode, no task may be in two splits, and `total_steps` is a bound that it may stay below."""
     objective: Objective = "reinforcement"
     """What the default learning rate is chosen for."""
+
+    __signature__ = SettingsSignature()
 
     def __init__(self, config: C | None = None, **settings: Any) -> None:
         source = f"from the arguments of {type(self).__name__}"

@@ -86,7 +86,7 @@ from agentlightning.policy.losses import (
 )
 from agentlightning.policy.mismatch import Mismatch, Proximal, check_combination, check_proximal
 from agentlightning.trajectory import TrainingSample, Trajectory
-from agentlightning.util.settings import AtLeastOne, PositiveShare, SettingsSignature
+from agentlightning.util.settings import AtLeastOne, PositiveShare
 
 # -- presets -----------------------------------------------------------------------------------------------------------
 
@@ -350,8 +350,6 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
 
     name = "lightning_rl"
     config_class = LightningRLConfig
-
-    __signature__ = SettingsSignature(LightningRLConfig)
 
     def __init__(self, config: LightningRLConfig | None = None, *, store: Any = None, **settings: Any) -> None:
         self.store = store

@@ -39,7 +39,7 @@ from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.losses import COUNT, FACTOR, MARGIN, WEIGHTS, DPOLoss, Loss, PreferenceLoss
 from agentlightning.task import json_lines, load_dataset
 from agentlightning.trajectory import CallId, TokenTree, TrainingSample, Trajectory
-from agentlightning.util.settings import AtLeastOne, SettingsSignature
+from agentlightning.util.settings import AtLeastOne
 
 # -- records -----------------------------------------------------------------------------------------------------------
 
@@ -275,8 +275,6 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
 
     name = "dpo"
     config_class = DPOConfig
-
-    __signature__ = SettingsSignature(DPOConfig)
 
     def __init__(self, config: DPOConfig | None = None, *, data: Any = None, **settings: Any) -> None:
         if isinstance(data, str | Path):

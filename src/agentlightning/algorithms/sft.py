@@ -41,7 +41,7 @@ from agentlightning.policy.open import check_trainable, require_training
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.event_loop import run_sync
-from agentlightning.util.settings import AtLeastOne, SettingsSignature, ShareBelowOne
+from agentlightning.util.settings import AtLeastOne, ShareBelowOne
 
 OnStep = Callable[[int, Metrics], None]
 """Called after each step with its number, from 1, and its metrics."""
@@ -147,8 +147,6 @@ class SFTAlgorithm(Algorithm[SFTConfig]):
     config_class = SFTConfig
     objective = "supervised"
     model: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    __signature__ = SettingsSignature(SFTConfig)
 
     def __init__(
         self,
@@ -376,8 +374,6 @@ class RejectionSampling(RolloutsAlgorithm[RejectionSamplingConfig]):
     name = "rejection"
     config_class = RejectionSamplingConfig
     objective = "supervised"
-
-    __signature__ = SettingsSignature(RejectionSamplingConfig)
 
     def is_success(self, trajectory: Trajectory) -> bool:
         """Whether a rollout is imitated."""

@@ -317,7 +317,7 @@ async def rescore(
       agl rescore --reward new_reward.py:score --store hub.db --mode train --task '{"level": 3}'
     """
 
-    from agentlightning.rescorer import Selection, rescore_async
+    from agentlightning.rescorer import rescore_async
     from agentlightning.training.persistence.run_dir import read_state
 
     if reward is None:
@@ -325,15 +325,21 @@ async def rescore(
     directory = Path(run) if run is not None and (Path(run) / "state.json").exists() else None
     named = run if directory is None else read_state(directory).run_id
     source = replace(store, store=store.store or (None if directory is None else str(directory / "store.db")))
-    query, wanted = chosen.query(), None
-    if task is not None:
-        wanted = _read_json("--task", task, "; for text, write --task '\"...\"'")
-    selection = Selection(named, query["status_in"] or ("succeeded",), query["mode_in"], wanted)
+    query = chosen.query()
+    wanted = None if task is None else _read_json("--task", task, "; for text, write --task '\"...\"'")
     with Progress(ctx.obj.console) as progress:
         async with source.open() as opened:
             progress.phase("scoring rollouts")
             result = await rescore_async(
-                opened, reward, selection, concurrency=concurrency, dry_run=dry_run, on_progress=progress.update
+                opened,
+                reward,
+                run=named,
+                status=query["status_in"] or ("succeeded",),
+                mode=query["mode_in"],
+                task=wanted,
+                concurrency=concurrency,
+                dry_run=dry_run,
+                on_progress=progress.update,
             )
     if dry_run:
         words = [f"--{name}={each}" for name, values in vars(chosen).items() for each in values]

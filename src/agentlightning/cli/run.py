@@ -373,8 +373,8 @@ def _summary_lines(found: Mapping[str, Any]) -> Iterator[str]:
     failed = f" ({found['failed_calls']} failed)" if found["failed_calls"] else ""
     cost = f", ${found['dollars']:.4f}" if found["dollars"] else ""
     calls = f"{found['calls']}{failed}, {found['input_tokens']} tokens in, {found['output_tokens']} out{cost}"
-    if not (found["redirected"] and found["calls"]):
-        calls = (NO_CALLS if found["redirected"] else NOT_REDIRECTED).removeprefix(CALLS)
+    if (first := next(iter(found["advice"]), "")).startswith(CALLS):
+        calls = first.removeprefix(CALLS)
     place = found["store"]
     option = "server" if place.startswith(SERVERS) else "store"
     lines = {
@@ -394,7 +394,7 @@ def _summary_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-FORWARDED = tuple(signal.Signals[name] for name in _NAMES if name in signal.Signals.__members__)
+FORWARDED = tuple(number for number in signal.Signals if number.name in _NAMES)
 """Windows has only two of them."""
 FROM_TERMINAL = frozenset(number for number in FORWARDED if number.name in ("SIGINT", "SIGQUIT"))
 """A terminal sends these to the whole process group, so that the command has them already."""

@@ -361,12 +361,12 @@ def _announce(url: str, options: Options, output: Output) -> None:
 
 
 class StopSignals:
-    """The first signal sets `requested`, the next one calls `second`, which exits the process by default, and each
-    further one exits it."""
+    """The first signal sets `requested`, the next ones call what was added to `actions`, and each further one exits the
+    process."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
-        self.second: Callable[[], object] = exit_now
+        self.actions: list[Callable[[], object]] = [self.requested.set]
 
     def __enter__(self) -> Self:
         """Install the handlers in the running event loop, which must be that of the main thread."""
@@ -396,11 +396,8 @@ class StopSignals:
             await asyncio.gather(working, requested, return_exceptions=True)
 
     def _handle(self) -> None:
-        if not self.requested.is_set():
-            self.requested.set()
-            return
-        second, self.second = self.second, exit_now
-        second()
+        action = self.actions.pop(0) if self.actions else exit_now
+        action()
 
 
 def exit_now() -> NoReturn:
@@ -509,7 +506,7 @@ async def runner(
         stack.push_async_callback(made.stop, 0)
         found: dict[str, int] = {}
         if not await signals.while_running(_start_runner(made, store)):
-            signals.second = made.stop_at_once
+            signals.actions.append(made.stop_at_once)
             output.console.print(f"{made.worker_id} runs {made.pool.agent} for {url}")
             if await signals.while_running(made.wait()):
                 running = made.statistics.running

@@ -8,20 +8,10 @@ from __future__ import annotations
 import warnings
 from importlib import import_module
 
-NAMES = {
-    "compat.adapters": "TraceToMessages TracerTraceToTriplet Triplet",
-    "compat.algorithm": "FunctionalAlgorithm algo",
-    "compat.logging": "setup_logging",
-    "compat.runner": "AgentOpsTracer Hook LitAgentRunner OtelTracer",
-    "compat.store_server": "LightningStoreServer",
-    "resources": "ProxyLLM ResourcesUpdate",
-    "rollouts": "AttemptedRollout EnqueueRolloutRequest RolloutConfig",
-    "runner.agents.litagent": "FunctionAgent",
-    "span": "SpanEvent",
-    "store.types": "Worker",
-    "tracing.rewards": "find_reward_spans get_reward_value",
-}
-"""Module -> the names of 0.x that it defines, beside those at the top. `__init__.pyi` has them, too."""
+from agentlightning.util.stubs import stub_names
+
+NAMES = stub_names(__file__)
+"""Each name of 0.x beside those at the top -> the module that defines it."""
 MOVED = {
     "algorithms.sft": "SFTResult",
     "algorithms.training": "Collected RolloutReport RolloutRequest RolloutSource Stage",
@@ -67,23 +57,16 @@ MOVED = {
 """Module -> the names of it that were at the top."""
 
 
-def module_of(name: str, table: dict[str, str]) -> str | None:
-    """The module that `table` has a name in, of this package."""
-    return next((module for module, names in table.items() if name in names.split()), None)
-
-
 def __getattr__(name: str) -> object:
-    if module_of(name, NAMES) is None:
+    if name not in NAMES:
         raise AttributeError(f"module 'agentlightning.compat' has no attribute {name!r}")
-    return find(name)
+    return getattr(import_module(NAMES[name]), name)
 
 
 def find(name: str) -> object:
     """What `agl.NAME` was. Raises AttributeError for what it never was."""
-    moved = module_of(name, MOVED)
-    module = moved or module_of(name, NAMES)
+    module = next((module for module, names in MOVED.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(f"module 'agentlightning' has no attribute {name!r}")
-    if moved:
-        warnings.warn(f"agl.{name} is agentlightning.{module}.{name} now", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"agl.{name} is agentlightning.{module}.{name} now", DeprecationWarning, stacklevel=3)
     return getattr(import_module(f"agentlightning.{module}"), name)

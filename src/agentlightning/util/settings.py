@@ -184,22 +184,16 @@ def _validated(model: type[M], table: Table, sources: Sequence[Source]) -> M:
 
 
 class SettingsSignature:
-    """The signature of a class whose `__init__` takes the fields of a settings model as `**settings`: it names these
-    fields, so that editors show and complete them. A subclass with its own `__init__` has the signature of that."""
+    """The signature of a class whose `__init__` takes the fields of its `config_class` as `**settings`: it names these
+    fields, so that editors show and complete them."""
 
-    def __init__(self, settings: type[BaseModel]) -> None:
-        self._settings = settings
-        self._owner: type | None = None
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._owner = owner
-
-    def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        if self._owner is None or owner.__init__ is not self._owner.__init__:
+    def __get__(self, instance: object, owner: Any) -> inspect.Signature:
+        if instance is not None:
             raise AttributeError("__signature__")
         parameters = list(inspect.signature(owner.__init__).parameters.values())[1:]
         fixed = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        fields = list(inspect.signature(self._settings).parameters.values())
+        takes_settings = len(fixed) < len(parameters)
+        fields = inspect.signature(owner.config_class).parameters.values() if takes_settings else ()
         named = {"type", *(each.name for each in fixed)}
         return inspect.Signature([*fixed, *(each for each in fields if each.name not in named)])
 
@@ -426,28 +420,24 @@ DIRECTORIES = frozenset(
 PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "reinforce++", "rloo", "loop")
 """Those of `LightningRL`, which other trainers have as algorithms."""
 SYNONYMS = {
-    name: endings.split()
-    for names, endings in (
-        ("lr learning_rate", "optimizer.lr"),
-        ("rank lora_rank lora_r", "policy.lora.r lora.r"),
-        ("lora_alpha", "policy.lora.alpha lora.alpha"),
-        ("kl kl_coef", "kl_in_reward"),
-        ("weight_decay", "optimizer.weight_decay"),
-        ("warmup warmup_ratio", "optimizer.warmup_steps"),
-        ("eval_steps", "evaluation.every"),
-        ("max_grad_norm", "optimizer.clip_norm"),
-        ("epochs num_epochs num_train_epochs max_steps iterations", "steps"),
-        ("batch_size train_batch_size per_device_train_batch_size", "tasks_per_step batch_size"),
-        ("num_generations n_samples", "group_size"),
-        (" ".join(PRESET_NAMES), "preset"),
-        ("ppo", "algorithm.loss"),
-        ("epsilon clip_range", "loss.clip_low"),
-        ("model_name model_path", "policy.model"),
-        ("timeout", "runner.timeout_seconds"),
-        ("n_workers num_workers", "runner.hosts"),
-        ("max_concurrency", "runner.concurrency"),
-    )
-    for name in names.split()
+    "lr learning_rate": "optimizer.lr",
+    "rank lora_rank lora_r": "policy.lora.r lora.r",
+    "lora_alpha": "policy.lora.alpha lora.alpha",
+    "kl kl_coef": "kl_in_reward",
+    "weight_decay": "optimizer.weight_decay",
+    "warmup warmup_ratio": "optimizer.warmup_steps",
+    "eval_steps": "evaluation.every",
+    "max_grad_norm": "optimizer.clip_norm",
+    "epochs num_epochs num_train_epochs max_steps iterations": "steps",
+    "batch_size train_batch_size per_device_train_batch_size": "tasks_per_step batch_size",
+    "num_generations n_samples": "group_size",
+    " ".join(PRESET_NAMES): "preset",
+    "ppo": "algorithm.loss",
+    "epsilon clip_range": "loss.clip_low",
+    "model_name model_path": "policy.model",
+    "timeout": "runner.timeout_seconds",
+    "n_workers num_workers": "runner.hosts",
+    "max_concurrency": "runner.concurrency",
 }
 """Names of settings in other trainers -> how the name ends here. Tried before similarity of spelling, which finds
 `aggregate` for `learning_rate`."""
@@ -460,8 +450,8 @@ def _synonym(name: str, known: Sequence[str]) -> str | None:
     def distance(other: str) -> tuple[bool, bool, int, str]:
         return not other.startswith(section), not other.startswith("algorithm"), other.count("."), other
 
-    endings = SYNONYMS.get(last.lower(), ())
-    found = [[other for other in known if f".{other}".endswith(f".{ending}")] for ending in endings]
+    endings = next((endings for names, endings in SYNONYMS.items() if last.lower() in names.split()), "")
+    found = [[other for other in known if f".{other}".endswith(f".{ending}")] for ending in endings.split()]
     return min(next(filter(None, found), ()), key=distance, default=None)
 
 

@@ -24,7 +24,6 @@ from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate, prompts_in
-from agentlightning.util.settings import SettingsSignature
 
 SEARCHES: Mapping[str, type[Search]] = {"reflective": ReflectiveSearch, "gepa": GepaSearch, "beam": BeamSearch}
 BEAM = tuple(BeamSearchConfig.model_fields)
@@ -63,8 +62,6 @@ class APO(Algorithm[APOConfig]):
     config_class = APOConfig
     learns_weights = False
     selects_result = True
-
-    __signature__ = SettingsSignature(APOConfig)
 
     def __init__(
         self,
