@@ -262,7 +262,7 @@ def prepare(record: RolloutRecord) -> PreparedRecord:
             raise ConfigError(f"attempt {attempt.attempt_id!r} has sequence_id={attempt.sequence_id}, not {number}")
         superseded = waits or number < len(record.attempts) or rollout.status == "cancelled"
         packs = _pack(spans_by_attempt[attempt.attempt_id])
-        attempts.append((_attempt_row(row, attempt, superseded, packs), packs))
+        attempts.append((_attempt_row(row, attempt, superseded), packs))
     return PreparedRecord(row, tuple(attempts))
 
 
@@ -288,7 +288,7 @@ def _pack(some: Sequence[Span]) -> tuple[PreparedPack, ...]:
     return tuple(PreparedPack(pack.pack(group), superseded) for superseded, group in groups)
 
 
-def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs: Sequence[PreparedPack]) -> AttemptRow:
+def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool) -> AttemptRow:
     validation.check_new_id(attempt.attempt_id, "attempt_id")
     validation.check_time(attempt.start_time, "start_time")
     for name, value in (("end_time", attempt.end_time), ("last_heartbeat_time", attempt.last_heartbeat_time)):
@@ -305,9 +305,6 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs:
     return AttemptRow(
         *(0, 0, attempt.sequence_id, attempt.attempt_id, status, attempt.start_time, end_time, attempt.worker_id),
         *(attempt.last_heartbeat_time, validation.dict_to_json(metadata, "metadata"), int(superseded)),
-        max((max(each.pack.sequence_ids) for each in packs), default=0),
-        sum(each.pack.count for each in packs),
-        sum(len(each.pack.body) + 9 * each.pack.count for each in packs),
         rollout=rollout,
         stored=False,
     )
@@ -334,8 +331,6 @@ def add_records(tx: Tx, writer: SpanWriter, records: Sequence[PreparedRecord]) -
             tx.finished.add(rollout.rollout_id)
         for prepared, packs in record.attempts:
             attempt = tx.add_attempt(structs.replace(prepared, rollout=rollout))
-            writer.forget(attempt)
             for part, superseded in packs:
-                size = writer.add_pack(tx, attempt, part, part.sequence_ids[0], int(superseded))
-                tx.set(attempt, bytes=attempt.bytes + size)
+                writer.add_pack(tx, attempt, part, part.sequence_ids[0], int(superseded))
     return len(new)
