@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final, NamedTuple
 
 from msgspec import structs
@@ -275,17 +276,21 @@ def _check_rollout(rollout: Rollout) -> None:
 
 def _pack(some: Sequence[Span]) -> tuple[PreparedPack, ...]:
     """The spans of one attempt in packs of consecutive numbers, each sent while it was superseded or before."""
-    groups: list[tuple[bool, list[Span]]] = []
-    for span in some:
-        superseded = span.attributes.get(SUPERSEDED) is True
+    packs: list[PreparedPack] = []
+    for (superseded, _), group in groupby(enumerate(some), key=_run_of):
+        run = [span for _, span in group]
         if superseded:
-            span = replace(span, attributes={k: v for k, v in span.attributes.items() if k != SUPERSEDED})
-        last = groups[-1] if groups else (not superseded, [])
-        if last[0] != superseded or last[1][-1].sequence_id + 1 != span.sequence_id or len(last[1]) == MAX_PACK:
-            last = (superseded, list[Span]())
-            groups.append(last)
-        last[1].append(span)
-    return tuple(PreparedPack(pack.pack(group), superseded) for superseded, group in groups)
+            run = [
+                replace(span, attributes={k: v for k, v in span.attributes.items() if k != SUPERSEDED}) for span in run
+            ]
+        packs += [PreparedPack(pack.pack(run[at : at + MAX_PACK]), superseded) for at in range(0, len(run), MAX_PACK)]
+    return tuple(packs)
+
+
+def _run_of(numbered: tuple[int, Span]) -> tuple[bool, int]:
+    """Equal for neighbours that are in one pack."""
+    index, span = numbered
+    return span.attributes.get(SUPERSEDED) is True, span.sequence_id - index
 
 
 def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool) -> AttemptRow:

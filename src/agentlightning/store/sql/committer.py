@@ -159,15 +159,15 @@ class DatabaseThread:
         started = time.perf_counter()
         deadline = started + READ_BATCH_SECONDS
         for command in self._running:
-            if not command.future.cancelled():
-                results.append(self._run_query(command))
-                now = time.perf_counter()
-                if self.observe is not None:
-                    self._notify_observer(command, started, now - started, 1)
-                started = now
-                if now > deadline:
-                    self._deliver_read(results)
-                    results, deadline = [], time.perf_counter() + READ_BATCH_SECONDS
+            if command.future.cancelled():
+                continue
+            results.append(self._run_query(command))
+            now = time.perf_counter()
+            self._notify_observer(command, started, now - started, 1)
+            started = now
+            if now > deadline:
+                self._deliver_read(results)
+                results, deadline = [], time.perf_counter() + READ_BATCH_SECONDS
         self._deliver_read(results)
 
     def _deliver_read(self, results: list[Result]) -> None:
@@ -196,9 +196,10 @@ class DatabaseThread:
         return self._database.explain(error) if isinstance(error, self._database.errors) else error
 
     def _notify_observer(self, command: Command, started: float, seconds: float, batch: int) -> None:
+        if self.observe is None:
+            return
         try:
-            if self.observe is not None:
-                self.observe(command.name, started - command.submitted_at, seconds, batch)
+            self.observe(command.name, started - command.submitted_at, seconds, batch)
         except Exception:
             logger.exception("the observer of %s failed and is disabled", self.name)
             self.observe = None
@@ -209,7 +210,7 @@ class DatabaseThread:
         """Hand results over to the event loops of their callers: one wake-up for each loop."""
         loops: dict[asyncio.AbstractEventLoop, list[Result]] = {}
         for result in results:
-            loops.setdefault(result[0].loop, []).append(result)
+            loops.setdefault(result[0].future.get_loop(), []).append(result)
         for loop, its_results in loops.items():
             try:
                 loop.call_soon_threadsafe(self._resolve, its_results)
@@ -348,7 +349,7 @@ class Committer(DatabaseThread):
 
     def _resolve(self, results: list[Result]) -> None:
         super()._resolve(results)
-        results[0][0].loop.call_soon(self._on_callers_ran)  # after them
+        results[0][0].future.get_loop().call_soon(self._on_callers_ran)  # after them
 
     def _on_callers_ran(self) -> None:
         self._turn_seconds = time.perf_counter() - self._delivered_at
@@ -360,10 +361,9 @@ class Committer(DatabaseThread):
         batch, started = self._running, time.perf_counter()
         results = self._try_batch(batch)
         self._committed += results
-        if self.observe is not None:
-            seconds = time.perf_counter() - started
-            for command, _, _ in results:
-                self._notify_observer(command, started, seconds, len(batch))
+        seconds = time.perf_counter() - started
+        for command, _, _ in results:
+            self._notify_observer(command, started, seconds, len(batch))
         self._running = []
         # Where a commit takes longer than callers need to call again, the next one is to have their calls, too.
         # Otherwise, while commands are queued, results are delivered just before the next commit: it releases the
@@ -547,11 +547,13 @@ class Committer(DatabaseThread):
             self.claims.begin(sum([command.limit for command in claims]))
         empty: set[QueueNames] = set()
         for command in claims:
-            names = command.queues
-            if names in empty and not command.attempts:  # another claim of the same queues has found nothing
+            in_vain = (
+                command.queues in empty and not command.attempts
+            )  # another claim of these queues has found nothing
+            if in_vain or not self._run_command(command, results):
+                empty.add(command.queues)
                 self._waiting.setdefault(command)
-            elif not self._run_command(command, results):
-                empty.add(names)
+                command.waited = True
         now = time.monotonic()
         for command in list(self._waiting):
             if command.future.cancelled():
@@ -580,8 +582,7 @@ class Committer(DatabaseThread):
             command.done = True
             results.append((command, None, error))
             return True
-        if value is WAIT and isinstance(command, ClaimRollouts):
-            self._waiting.setdefault(command)
+        if value is WAIT:
             return False
         command.done = True
         results.append((command, value, None))
@@ -590,9 +591,7 @@ class Committer(DatabaseThread):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _on_crash(self, error: BaseException) -> None:
-        durable = {command for command, _, _ in self._committed}
-        self._deliver_committed()
-        self._running = [command for command in self._running if command not in durable]
+        self._deliver_committed()  # before the others of the batch are rejected
         super()._on_crash(error)
 
     def _reject_all(self, reason: str) -> None:

@@ -103,9 +103,9 @@ def add_prompt(leaves: list[Leaf], attempt_key: int, place: int, ids: bytes) -> 
     if best is None:
         root, base, path, shared = place, None, (), 0
     else:
-        root, path = best.root, best.path
+        root, path = best.root, list(best.path)
         while len(path) > 1 and path[-1][1] >= shared:  # the one before has all that is shared
-            path = path[:-1]
+            path.pop()
         base = path[-1][0]
         if shared == len(best.ids):  # it continues this one
             leaves.remove(best)

@@ -54,25 +54,19 @@ class AttemptSpans:
 
     def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
         """Put each span, as it was stored, at its position in `output`."""
-        sequence_ids = iter(result.sequence_ids)
-        new: dict[str, Span] = {}
-        existing, attempt_id, superseded = result.existing, result.attempt_id, result.superseded
+        sequence_ids, new = iter(result.sequence_ids), dict[str, Span]()
+        attempt_id, superseded = result.attempt_id, result.superseded
         for index, (position, span, span_id) in enumerate(
             zip(self._positions, self._spans, self.pack.span_ids, strict=True)
         ):
-            if index in existing:
-                output[position] = existing[index]
-                continue
-            if span_id not in new:
+            stored = result.existing.get(index) or new.get(span_id)
+            if stored is None:
                 attributes = {**span.attributes, SUPERSEDED: True} if superseded else span.attributes
-                new[span_id] = replace(
-                    span,
-                    attempt_id=attempt_id,
-                    span_id=span_id,
-                    sequence_id=next(sequence_ids),
-                    attributes=attributes,
+                number = next(sequence_ids)
+                stored = new[span_id] = replace(
+                    span, attempt_id=attempt_id, span_id=span_id, sequence_id=number, attributes=attributes
                 )
-            output[position] = new[span_id]
+            output[position] = stored
 
 
 def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:

@@ -312,8 +312,6 @@ class Tx:
         """Something was changed since the committer last reset this, before a command."""
         self._memory = 0
         """Estimated bytes of the rows."""
-        self.number = 0
-        """Of this transaction, as this process counts them."""
         self.generation = 0
         """Another one where what is in memory of rollouts and queues was dropped."""
         self.begin()
@@ -322,7 +320,6 @@ class Tx:
         """Start over within a transaction that has just begun. outdated: others may have written since the last one, so
         that the rows in memory are dropped."""
         self.wall, self.steady = self.clock.wall(), self.clock.steady()
-        self.number += 1
         self.queued = False
         """A rollout may have become claimable."""
         self.finished: set[str] = set()
