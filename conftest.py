@@ -138,7 +138,7 @@ def _tables_url(postgres: PostgresCluster) -> str:
 @pytest.fixture
 def postgres_store_url(postgres: PostgresCluster, _tables_url: str) -> str:
     """The address of a store without anything in it: quicker than a database of its own for each test."""
-    from agentlightning.store.sql.postgres.connection import TABLES
+    from agentlightning.store.sql.postgres import TABLES
 
     emptied = "; ".join(f"DELETE FROM {name}" for name in TABLES if name != "about")
     postgres.run(emptied, _tables_url.rsplit("/", 1)[1])

@@ -201,7 +201,7 @@ async def test_what_fails_after_a_commit_runs_nothing_twice(tmp_path: Path, monk
     made = await store.enqueue_rollout("first")
     ran = list[str]()
 
-    def fail(committed: object) -> None:
+    def fail(*committed: object) -> None:
         monkeypatch.undo()
         raise RuntimeError("no memory for this")
 

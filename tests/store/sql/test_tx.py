@@ -207,8 +207,7 @@ async def test_what_is_kept_in_memory_is_bounded_and_nothing_depends_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentlightning.store.sql.tx.CACHE_BYTES", 20_000)
-    monkeypatch.setattr("agentlightning.store.sql.spans.CACHED_IDS", 16)
-    monkeypatch.setattr("agentlightning.store.sql.prompts.CACHE_BYTES", 2_000)
+    monkeypatch.setattr("agentlightning.store.sql.spans.CACHE_BYTES", 2_000)
     store = SqlStore(tmp_path / "store.db")
     made = await store.enqueue_many_rollouts([EnqueueRolloutRequest({"text": "x" * 500}) for _ in range(100)])
     claimed = await store.dequeue_many_rollouts(limit=100)

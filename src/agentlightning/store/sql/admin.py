@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final, NamedTuple
 
 from msgspec import structs
@@ -262,7 +263,7 @@ def prepare(record: RolloutRecord) -> PreparedRecord:
             raise ConfigError(f"attempt {attempt.attempt_id!r} has sequence_id={attempt.sequence_id}, not {number}")
         superseded = waits or number < len(record.attempts) or rollout.status == "cancelled"
         packs = _pack(spans_by_attempt[attempt.attempt_id])
-        attempts.append((_attempt_row(row, attempt, superseded, packs), packs))
+        attempts.append((_attempt_row(row, attempt, superseded), packs))
     return PreparedRecord(row, tuple(attempts))
 
 
@@ -275,20 +276,24 @@ def _check_rollout(rollout: Rollout) -> None:
 
 def _pack(some: Sequence[Span]) -> tuple[PreparedPack, ...]:
     """The spans of one attempt in packs of consecutive numbers, each sent while it was superseded or before."""
-    groups: list[tuple[bool, list[Span]]] = []
-    for span in some:
-        superseded = span.attributes.get(SUPERSEDED) is True
+    packs: list[PreparedPack] = []
+    for (superseded, _), group in groupby(enumerate(some), key=_run_of):
+        run = [span for _, span in group]
         if superseded:
-            span = replace(span, attributes={k: v for k, v in span.attributes.items() if k != SUPERSEDED})
-        last = groups[-1] if groups else (not superseded, [])
-        if last[0] != superseded or last[1][-1].sequence_id + 1 != span.sequence_id or len(last[1]) == MAX_PACK:
-            last = (superseded, list[Span]())
-            groups.append(last)
-        last[1].append(span)
-    return tuple(PreparedPack(pack.pack(group), superseded) for superseded, group in groups)
+            run = [
+                replace(span, attributes={k: v for k, v in span.attributes.items() if k != SUPERSEDED}) for span in run
+            ]
+        packs += [PreparedPack(pack.pack(run[at : at + MAX_PACK]), superseded) for at in range(0, len(run), MAX_PACK)]
+    return tuple(packs)
 
 
-def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs: Sequence[PreparedPack]) -> AttemptRow:
+def _run_of(numbered: tuple[int, Span]) -> tuple[bool, int]:
+    """Equal for neighbours that are in one pack."""
+    index, span = numbered
+    return span.attributes.get(SUPERSEDED) is True, span.sequence_id - index
+
+
+def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool) -> AttemptRow:
     validation.check_new_id(attempt.attempt_id, "attempt_id")
     validation.check_time(attempt.start_time, "start_time")
     for name, value in (("end_time", attempt.end_time), ("last_heartbeat_time", attempt.last_heartbeat_time)):
@@ -305,9 +310,6 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool, packs:
     return AttemptRow(
         *(0, 0, attempt.sequence_id, attempt.attempt_id, status, attempt.start_time, end_time, attempt.worker_id),
         *(attempt.last_heartbeat_time, validation.dict_to_json(metadata, "metadata"), int(superseded)),
-        max((max(each.pack.sequence_ids) for each in packs), default=0),
-        sum(each.pack.count for each in packs),
-        sum(len(each.pack.body) + 9 * each.pack.count for each in packs),
         rollout=rollout,
         stored=False,
     )
@@ -334,8 +336,6 @@ def add_records(tx: Tx, writer: SpanWriter, records: Sequence[PreparedRecord]) -
             tx.finished.add(rollout.rollout_id)
         for prepared, packs in record.attempts:
             attempt = tx.add_attempt(structs.replace(prepared, rollout=rollout))
-            writer.forget(attempt)
             for part, superseded in packs:
-                size = writer.add_pack(tx, attempt, part, part.sequence_ids[0], int(superseded))
-                tx.set(attempt, bytes=attempt.bytes + size)
+                writer.add_pack(tx, attempt, part, part.sequence_ids[0], int(superseded))
     return len(new)

@@ -60,12 +60,12 @@ class AnsweredCalls:
         raise AlreadyAnsweredError(answer)
 
     def write(self, tx: Tx) -> None:
-        """Insert the new rows, at the end of a transaction."""
+        """Insert the new rows, when all commands of a transaction have run."""
         if not self._new:
             return
-        rows = [(key, digest, tx.wall, answer) for key in sorted(self._new) for digest, answer in [self._known[key]]]
+        rows = [(key, digest, tx.wall, answer) for key in self._new for digest, answer in [self._known[key]]]
         self._new = []
-        tx.connection.write(_INSERT, rows)
+        tx.insert(_INSERT, rows)
         tx.count(_BYTES, sum([ROW_BYTES + len(answer or b"") for *_, answer in rows]))
         self._since_trim += len(rows)
         if self._since_trim >= TRIM_INTERVAL:

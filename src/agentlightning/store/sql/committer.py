@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from agentlightning.errors import StoreClosedError, StoreError, StoreVersionError
 from agentlightning.store.clock import Clock
@@ -50,8 +50,6 @@ POLL_SECONDS: Final = 0.5
 CommandObserver = Callable[[str, float, float, int], None]
 """(name of the command, seconds it was queued, seconds its batch took, commands in the batch)"""
 Result = tuple[Command, Any, BaseException | None]
-Notification = tuple[bool, "Sequence[str] | None"]
-"""Of another process: (rollouts were queued, ids of those that finished; None: any may have)."""
 
 
 class DatabaseThread:
@@ -161,15 +159,15 @@ class DatabaseThread:
         started = time.perf_counter()
         deadline = started + READ_BATCH_SECONDS
         for command in self._running:
-            if not command.future.cancelled():
-                results.append(self._run_query(command))
-                now = time.perf_counter()
-                if self.observe is not None:
-                    self._notify_observer(command, started, now - started, 1)
-                started = now
-                if now > deadline:
-                    self._deliver_read(results)
-                    results, deadline = [], time.perf_counter() + READ_BATCH_SECONDS
+            if command.future.cancelled():
+                continue
+            results.append(self._run_query(command))
+            now = time.perf_counter()
+            self._notify_observer(command, started, now - started, 1)
+            started = now
+            if now > deadline:
+                self._deliver_read(results)
+                results, deadline = [], time.perf_counter() + READ_BATCH_SECONDS
         self._deliver_read(results)
 
     def _deliver_read(self, results: list[Result]) -> None:
@@ -198,9 +196,10 @@ class DatabaseThread:
         return self._database.explain(error) if isinstance(error, self._database.errors) else error
 
     def _notify_observer(self, command: Command, started: float, seconds: float, batch: int) -> None:
+        if self.observe is None:
+            return
         try:
-            if self.observe is not None:
-                self.observe(command.name, started - command.submitted_at, seconds, batch)
+            self.observe(command.name, started - command.submitted_at, seconds, batch)
         except Exception:
             logger.exception("the observer of %s failed and is disabled", self.name)
             self.observe = None
@@ -211,7 +210,7 @@ class DatabaseThread:
         """Hand results over to the event loops of their callers: one wake-up for each loop."""
         loops: dict[asyncio.AbstractEventLoop, list[Result]] = {}
         for result in results:
-            loops.setdefault(result[0].loop, []).append(result)
+            loops.setdefault(result[0].future.get_loop(), []).append(result)
         for loop, its_results in loops.items():
             try:
                 loop.call_soon_threadsafe(self._resolve, its_results)
@@ -245,18 +244,6 @@ class DatabaseThread:
         self._deliver([(command, None, StoreClosedError(reason)) for command in commands])
 
 
-class _Committed(NamedTuple):
-    """What a committed transaction did."""
-
-    undone: int
-    """Results whose callers were gone."""
-    notifications: list[Notification]
-    """Of other processes, on which it acted."""
-    deadlines_checked: bool
-    next_deadline: float | None
-    """Without the deadlines set by this transaction."""
-
-
 class _CommandError(Exception):
     """A command raised an error, the cause of this one, after it had changed something."""
 
@@ -281,11 +268,12 @@ class Committer(DatabaseThread):
         """When it last checked what other servers wrote, on time.monotonic."""
         self._changed_elsewhere = False
         """Another process has written: any rollout may have changed."""
+        self._queued_elsewhere = False
+        """Another server says that it has queued rollouts."""
         self._waiting: dict[ClaimRollouts, None] = {}
         """In order of arrival."""
         self._undelivered: deque[tuple[ClaimRollouts, Any]] = deque()
         """Committed claims that no caller took, to be undone."""
-        self._notifications: deque[Notification] = deque()
         self._last_failure = ""
         """Logged once, not for each tick that fails the same way."""
         self._committed: list[Result] = []
@@ -297,9 +285,8 @@ class Committer(DatabaseThread):
         """The callers of the results delivered last have run."""
         self.commits = 0
         super().__init__(name, database, connection)
-        self._listener = None
         try:
-            self._listener = database.listen(self._on_notification)
+            database.listen(self._on_notification)
         except BaseException:
             self.stop()
             raise
@@ -318,12 +305,14 @@ class Committer(DatabaseThread):
             self._notify()
 
     def _on_notification(self, queued: bool, finished: Sequence[str] | None) -> None:
-        self._notifications.append((queued, finished))
-        self._notify()
+        self.waits.notify(finished)
+        if queued or finished is None:
+            self._queued_elsewhere = True
+            self._notify()
 
     def stop(self) -> None:
-        if self._process_id == os.getpid() and self._listener is not None:
-            self._listener.close()
+        if self._process_id == os.getpid():
+            self._database.close()
         super().stop()
 
     # -- scheduling --------------------------------------------------------------------------------------------------
@@ -360,7 +349,7 @@ class Committer(DatabaseThread):
 
     def _resolve(self, results: list[Result]) -> None:
         super()._resolve(results)
-        results[0][0].loop.call_soon(self._on_callers_ran)  # after them
+        results[0][0].future.get_loop().call_soon(self._on_callers_ran)  # after them
 
     def _on_callers_ran(self) -> None:
         self._turn_seconds = time.perf_counter() - self._delivered_at
@@ -372,10 +361,9 @@ class Committer(DatabaseThread):
         batch, started = self._running, time.perf_counter()
         results = self._try_batch(batch)
         self._committed += results
-        if self.observe is not None:
-            seconds = time.perf_counter() - started
-            for command, _, _ in results:
-                self._notify_observer(command, started, seconds, len(batch))
+        seconds = time.perf_counter() - started
+        for command, _, _ in results:
+            self._notify_observer(command, started, seconds, len(batch))
         self._running = []
         # Where a commit takes longer than callers need to call again, the next one is to have their calls, too.
         # Otherwise, while commands are queued, results are delivered just before the next commit: it releases the
@@ -396,51 +384,43 @@ class Committer(DatabaseThread):
         while True:
             results: list[Result] = []
             try:
-                committed = self._transact(batch, results)
-                break
+                self._transact(batch, results)
             except _CommandError as error:
-                self._undo_all(results)
-                guilty = error.command
-                guilty.done = True
-                self._stop_waiting(guilty)
-                failed.append((guilty, None, error.__cause__))
-                batch = [command for command in batch if command is not guilty]
+                self._undo(results)
+                error.command.done = True
+                failed.append((error.command, None, error.__cause__))
             except Exception as error:  # noqa: BLE001  every caller of the batch raises it
-                self._undo_all(results)
+                self._undo(results)
                 attempts_left -= 1
                 if attempts_left and self._database.may_retry(error):
                     continue
                 fatal = isinstance(error, StoreError) or self._database.is_fatal(error)
                 if fatal or len(batch) <= 1:
-                    return failed + self._failures(batch, results, error)
-                text = "a transaction of %d calls was rolled back; retrying each call on its own: %r"
-                logger.warning(text, len(batch), error)
-                return failed + [result for command in batch for result in self._try_batch([command])]
-        try:
-            self._after_commit(committed)
-        except Exception:  # what is durable must not run again
-            logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
-            self._reset()
-        for command, _, _ in results:
-            self._stop_waiting(command)
-        return failed + results
+                    failed += self._failures(batch, results, error)
+                else:
+                    text = "a transaction of %d calls was rolled back; retrying each call on its own: %r"
+                    logger.warning(text, len(batch), error)
+                    failed += [result for command in batch for result in self._try_batch([command])]
+                break
+            else:
+                failed += results
+                break
+        for command, _, _ in failed:
+            if isinstance(command, ClaimRollouts):
+                self._waiting.pop(command, None)
+        return failed
 
-    def _stop_waiting(self, command: Command) -> None:
-        if isinstance(command, ClaimRollouts):
-            self._waiting.pop(command, None)
-
-    def _undo_all(self, results: list[Result]) -> None:
-        self._roll_back()
-        for command, _, _ in results:
-            command.done = False
-
-    def _roll_back(self) -> None:
+    def _undo(self, results: list[Result]) -> None:
+        """Roll the transaction back, with these results."""
         try:
             self._connection.rollback()
         except self._database.errors as error:
             logger.warning("the store could not roll back a transaction: %s", self._database.explain(error))
         self._forget()
         self._clock.invalidate()
+        self._queued_elsewhere = True  # who waits is served by the next one
+        for command, _, _ in results:
+            command.done = False
 
     def _forget(self) -> None:
         """Drop everything in memory, which may differ from what was committed."""
@@ -463,39 +443,37 @@ class Committer(DatabaseThread):
         self._last_failure = str(fault)
         for command in commands:
             command.done = True
-            self._stop_waiting(command)
         return [(command, None, type(fault)(*fault.args)) for command in commands]
 
-    def _transact(self, batch: list[Command], results: list[Result]) -> _Committed:
+    def _transact(self, batch: list[Command], results: list[Result]) -> None:
         """Run one transaction up to and including its commit."""
         tx, connection = self.tx, self._connection
-        notifications = list(self._notifications)
-        due = self._is_due()
+        due, undelivered = self._is_due(), list(self._undelivered)
+        if queued := self._queued_elsewhere:
+            self._queued_elsewhere = False
         writing = [command for command in batch if not command.reads]
-        undelivered = list(self._undelivered)
         durable = not writing or due or bool(undelivered) or any(command.durable for command in writing)
-        wanted = due or bool(writing or undelivered or notifications)
-        writes, changed_elsewhere = self._begin(bool(batch or notifications), wanted, durable)
-        tx.begin(outdated=self._database.shared or changed_elsewhere)
-        if changed_elsewhere and not self._database.shared:
-            self.spans.outdate()
+        writes = self._begin(bool(batch or queued), due or queued or bool(writing or undelivered), durable)
+        elsewhere = self._changed_elsewhere
+        tx.begin(outdated=self._database.shared or elsewhere)
+        if elsewhere and not self._database.shared:
+            self.spans.recent.clear()
         self._prefetch(writing)
         for command, value in undelivered:
             command.undo(tx, value)
         for command in writing:
             if not isinstance(command, ClaimRollouts):
                 self._run_command(command, results)
-        next_deadline = expire(tx) if due or changed_elsewhere else self._next_deadline
+        next_deadline = expire(tx) if due or elsewhere else self._next_deadline
         own = tx.queued, list(tx.finished)
         # What other servers did comes after this server's own notification, so that it is not sent again.
-        self._changed_elsewhere = changed_elsewhere or any(finished is None for _, finished in notifications)
-        tx.queued |= changed_elsewhere or any(queued for queued, _ in notifications)
+        tx.queued |= elsewhere or queued
         self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)
         for rollout_id in tx.deleted:
             self.spans.recent.forget(rollout_id)
         tx.flush()
         self._answered.write(tx)
-        tx.write_counts()
+        tx.finish()
         for command in batch:
             if command.reads:
                 self._run_command(command, results)
@@ -508,51 +486,46 @@ class Committer(DatabaseThread):
             self.commits += 1
         else:
             connection.rollback()
-        return _Committed(len(undelivered), notifications, due or changed_elsewhere, next_deadline)
+        try:
+            self._after_commit(len(undelivered), due or elsewhere, next_deadline)
+        except Exception:  # what is durable must not run again
+            logger.exception("%s: failed after a commit; rows in memory are dropped and read again", self.name)
+            self._forget()
+            self._next_deadline = self._clock.steady()
+            self.waits.notify(None)
 
-    def _begin(self, called: bool, writes: bool, durable: bool) -> tuple[bool, bool]:
-        """Begin a transaction, with the clock in sync. Returns whether it writes, and whether to look at everything
-        because another process may have written; on a shared database that is done in time however busy this server
+    def _begin(self, called: bool, writes: bool, durable: bool) -> bool:
+        """Begin a transaction, with the clock in sync. Returns whether it writes, which it does to look at everything
+        where another process may have written; on a shared database that is done in time however busy this server
         is."""
-        connection, clock = self._connection, self._clock
-        if self._database.shared:
-            now = time.monotonic()
-            poll = not called or now - self._last_poll >= POLL_SECONDS
-            if poll:
-                self._last_poll = now
-            writes |= poll
-            if writes and clock.stale:
-                connection.sync_clock(clock)
-            connection.begin(writes, durable)
-            return writes, poll
-        connection.begin(writes, durable)
-        changed = connection.changed()
-        if changed and not writes:  # the other process may have left something that is due
-            connection.rollback()
-            connection.begin(True)
-            writes = True
-            connection.changed()
-        if changed or (writes and clock.stale):
+        connection, clock, shared = self._connection, self._clock, self._database.shared
+        if shared:
+            changed = not called or time.monotonic() - self._last_poll >= POLL_SECONDS
+            if changed:
+                self._last_poll = time.monotonic()
+        else:
+            changed = not writes and connection.changed()
+        writes |= changed
+        if shared and writes and clock.stale:
             connection.sync_clock(clock)
-        return writes, changed
+        connection.begin(writes, durable)
+        if not shared and writes:
+            changed |= connection.changed()
+            if changed or clock.stale:
+                connection.sync_clock(clock)
+        self._changed_elsewhere = changed
+        return writes
 
-    def _after_commit(self, committed: _Committed) -> None:
+    def _after_commit(self, undone: int, deadlines_checked: bool, next_deadline: float | None) -> None:
+        """undone: how many claims whose callers were gone. next_deadline: without those that this transaction set."""
         self.spans.recent.committed()
-        finished = self.tx.finished.union(*[each or () for _, each in committed.notifications])
-        self.waits.notify(None if self._changed_elsewhere else finished)
-        for _ in range(committed.undone):
+        self.waits.notify(None if self._changed_elsewhere else self.tx.finished)
+        for _ in range(undone):
             self._undelivered.popleft()
-        for _ in committed.notifications:
-            self._notifications.popleft()
-        if committed.deadlines_checked:
+        if deadlines_checked:
             self._last_tick = self._clock.steady()
-        deadlines = [each for each in (committed.next_deadline, self.tx.deadline) if each is not None]
+        deadlines = [each for each in (next_deadline, self.tx.deadline) if each is not None]
         self._next_deadline = min(deadlines, default=None)
-
-    def _reset(self) -> None:
-        self._forget()
-        self._next_deadline = self._clock.steady()
-        self.waits.notify(None)
 
     def _prefetch(self, commands: list[Command]) -> None:
         """Load the rows that the commands name: on a shared database, in the one order in which rows are locked."""
@@ -560,7 +533,6 @@ class Committer(DatabaseThread):
         tx.new_rollouts = sum([command.new_rollouts for command in commands])
         self._answered.load(tx, [command.idempotent.key for command in commands if command.idempotent is not None])
         tx.load_workers([name for command in commands for name in command.workers])
-        tx.load_open_attempts([name for each in commands if each.name == "update_worker" for name in each.workers])
         attempts = [name for command in commands for name in command.attempts]
         tx.load_owners(attempts)
         rollouts = [name for command in commands for name in command.rollouts]
@@ -575,11 +547,13 @@ class Committer(DatabaseThread):
             self.claims.begin(sum([command.limit for command in claims]))
         empty: set[QueueNames] = set()
         for command in claims:
-            names = command.queues
-            if names in empty and not command.attempts:  # another claim of the same queues has found nothing
+            in_vain = (
+                command.queues in empty and not command.attempts
+            )  # another claim of these queues has found nothing
+            if in_vain or not self._run_command(command, results):
+                empty.add(command.queues)
                 self._waiting.setdefault(command)
-            elif not self._run_command(command, results):
-                empty.add(names)
+                command.waited = True
         now = time.monotonic()
         for command in list(self._waiting):
             if command.future.cancelled():
@@ -608,8 +582,7 @@ class Committer(DatabaseThread):
             command.done = True
             results.append((command, None, error))
             return True
-        if value is WAIT and isinstance(command, ClaimRollouts):
-            self._waiting.setdefault(command)
+        if value is WAIT:
             return False
         command.done = True
         results.append((command, value, None))
@@ -618,9 +591,7 @@ class Committer(DatabaseThread):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _on_crash(self, error: BaseException) -> None:
-        durable = {command for command, _, _ in self._committed}
-        self._deliver_committed()
-        self._running = [command for command in self._running if command not in durable]
+        self._deliver_committed()  # before the others of the batch are rejected
         super()._on_crash(error)
 
     def _reject_all(self, reason: str) -> None:

@@ -6,7 +6,7 @@ import logging
 import struct
 from collections.abc import Callable, Container, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, Final, cast, get_args, get_type_hints
+from typing import Any, Final, cast
 
 from msgspec import Struct, structs
 from pydantic import ValidationError
@@ -33,6 +33,7 @@ from agentlightning.store.sql.schema import (
     WorkerColumns,
     attempt_columns,
     rollout_columns,
+    types_of,
 )
 from agentlightning.store.types import Worker
 from agentlightning.util.json_values import loads
@@ -143,8 +144,7 @@ def new_rollout(request: EnqueueRolloutRequest | Rollout, time: float) -> tuple[
 
 def _kinds(columns: type[Struct]) -> tuple[Any, ...]:
     """The types of the columns, which SQLite does not enforce."""
-    hints = [get_args(hint) or (hint,) for hint in get_type_hints(columns).values()]
-    return tuple([(*kinds, int) if float in kinds else kinds for kinds in hints])
+    return tuple([(*types, int) if float in types else types for types in types_of(columns).values()])
 
 
 _ROLLOUT: Final = _kinds(RolloutColumns)

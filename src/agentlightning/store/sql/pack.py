@@ -21,6 +21,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from io import BytesIO
 from itertools import repeat
 from struct import Struct as Layout
 from typing import Any, Final, cast
@@ -231,13 +232,20 @@ def unpack(
     names, starts, ends, traces, parents, codes, messages, attributes, *_ = zip(*rows, strict=False)
     events: list[tuple[SpanEvent, ...]] = [()] * len(rows)
     resources: list[dict[str, Any]] = [{} for _ in rows]
-    numbers = _Numbers(data, prompt)
+    read = BytesIO(data).read
     for index, row in enumerate(rows):
         if len(row) > _SHORT:
             events[index] = tuple([SpanEvent(*event) for event in row[8]])
             resources[index] = resources[index - 1].copy() if row[9] is True else row[9] or {}
-            if row[10]:
-                numbers.read(attributes[index], row[10], index, span_ids[index], tokens)
+            if row[10] and not tokens:
+                _count_tokens(attributes[index], row[10])
+            elif row[10]:
+                try:
+                    apart = prompt(index) if row[10][0] else b""
+                except LookupError:
+                    what = f"tokens of span {span_ids[index]!r} are missing from the database"
+                    raise ValueError(f"{what}: it was changed by another program") from None
+                _read_tokens(attributes[index], row[10], read, apart)
     if superseded:
         for each in attributes:
             each[SUPERSEDED] = True
@@ -251,44 +259,24 @@ def _with_none(values: Sequence[Any]) -> list[Any]:
     return [None if value is False else value for value in values]
 
 
-class _Numbers:
-    """The binary part of a body, decoded span by span."""
+def _read_tokens(attributes: dict[str, Any], counts: Sequence[int], read: Callable[[int], bytes], apart: bytes) -> None:
+    """Add the token attributes of a span. read: the next bytes of the binary part. apart: the prompt, where it is kept
+    apart."""
+    is_apart, prompt, response, logprobs = counts
+    ids = apart if is_apart else read(4 * max(prompt, 0))
+    if prompt != ABSENT:
+        attributes[PROMPT_TOKEN_IDS] = read_ids(ids)
+    if response != ABSENT:
+        attributes[RESPONSE_TOKEN_IDS] = read_ids(read(4 * response))
+    if logprobs != ABSENT:
+        attributes[LOGPROBS] = read_logprobs(read(4 * logprobs))
 
-    __slots__ = ("_data", "_prompt", "_start")
 
-    def __init__(self, data: bytes, prompt: PromptOf) -> None:
-        self._data = data
-        self._prompt = prompt
-        self._start = 0
-
-    def read(self, attributes: dict[str, Any], counts: Sequence[int], index: int, span_id: str, tokens: bool) -> None:
-        """Add the token attributes of the next span; without `tokens`, how many there are, where it has not recorded
-        that itself."""
-        apart, prompt, response, logprobs = counts
-        prompt_ids = b"" if apart else self._next(prompt)
-        response_ids, probabilities = self._next(response), self._next(logprobs)
-        if not tokens:
-            for name, count in ((INPUT_TOKENS, prompt), (OUTPUT_TOKENS, response)):
-                if count != ABSENT:
-                    attributes.setdefault(name, count)
-            return
-        if apart:
-            try:
-                prompt_ids = self._prompt(index)
-            except LookupError:
-                raise ValueError(
-                    f"tokens of span {span_id!r} are missing from the database: it was changed by another program"
-                ) from None
-        if prompt != ABSENT:
-            attributes[PROMPT_TOKEN_IDS] = read_ids(prompt_ids)
-        if response != ABSENT:
-            attributes[RESPONSE_TOKEN_IDS] = read_ids(response_ids)
-        if logprobs != ABSENT:
-            attributes[LOGPROBS] = read_logprobs(probabilities)
-
-    def _next(self, count: int) -> bytes:
-        start, self._start = self._start, self._start + 4 * max(count, 0)
-        return self._data[start : self._start]
+def _count_tokens(attributes: dict[str, Any], counts: Sequence[int]) -> None:
+    """Add how many tokens a span has, where it has not recorded that itself."""
+    for name, number in ((INPUT_TOKENS, counts[1]), (OUTPUT_TOKENS, counts[2])):
+        if number != ABSENT:
+            attributes.setdefault(name, number)
 
 
 # -- ids -------------------------------------------------------------------------------------------------------------

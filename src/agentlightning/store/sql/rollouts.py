@@ -13,7 +13,7 @@ import logging
 import math
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -35,7 +35,7 @@ from agentlightning.store.ids import claimed_id, first_of_claim, new_id
 from agentlightning.store.paging import PageSizer
 from agentlightning.store.sql import mapping
 from agentlightning.store.sql.schema import OPEN, AttemptRow, RolloutRow, WorkerRow
-from agentlightning.store.sql.tx import CACHE_BYTES, LOAD_BY_KEY, Tx
+from agentlightning.store.sql.tx import CACHE_BYTES, LOAD_BY_KEY, OPEN_ATTEMPTS, Tx
 from agentlightning.store.sql.waiting import WAIT, Command, given
 from agentlightning.store.types import Worker
 
@@ -63,10 +63,8 @@ def set_attempt_status(tx: Tx, attempt: AttemptRow, status: str, error: dict[str
     if status == old:
         return
     if status not in ATTEMPT_TRANSITIONS[old]:
-        raise ConflictError(
-            f"attempt {attempt.attempt_id!r} of rollout {rollout.rollout_id!r} is {old!r} and cannot become "
-            f"{status!r}; from there it may become: {_listed(ATTEMPT_TRANSITIONS[old])}"
-        )
+        what = f"attempt {attempt.attempt_id!r} of rollout {rollout.rollout_id!r}"
+        raise _illegal(what, old, status, ATTEMPT_TRANSITIONS)
     target = _rollout_status(attempt, status)
     if status == "timeout" and old == "unresponsive" and rollout.status == "requeuing":
         target = "requeuing"  # the loss of the attempt already earned a retry, and the timeout does not revoke it
@@ -134,7 +132,7 @@ def set_rollout_status(tx: Tx, rollout: RolloutRow, status: str) -> None:
     if old == "requeuing" and status in ("running", "succeeded"):
         allowed = ROLLOUT_TRANSITIONS["preparing"]
     if status not in allowed:
-        raise _illegal(rollout, status)
+        raise _illegal(f"rollout {rollout.rollout_id!r}", old, status, ROLLOUT_TRANSITIONS)
     _apply(tx, rollout, status)
 
 
@@ -151,15 +149,9 @@ def _apply(tx: Tx, rollout: RolloutRow, status: str, **changes: Any) -> None:
     tx.queued |= old in OPEN and status not in OPEN
 
 
-def _illegal(rollout: RolloutRow, new: str) -> ConflictError:
-    return ConflictError(
-        f"rollout {rollout.rollout_id!r} is {rollout.status!r} and cannot become {new!r}; from there it may become: "
-        f"{_listed(ROLLOUT_TRANSITIONS[rollout.status])}"
-    )
-
-
-def _listed(statuses: frozenset[str]) -> str:
-    return ", ".join(sorted(statuses)) or "nothing, it has ended"
+def _illegal(what: str, old: str, new: str, transitions: Mapping[Any, frozenset[Any]]) -> ConflictError:
+    allowed = ", ".join(sorted(transitions[old])) or "nothing, it has ended"
+    return ConflictError(f"{what} is {old!r} and cannot become {new!r}; from there it may become: {allowed}")
 
 
 def requeue(tx: Tx, rollout_id: str, reason: str) -> Rollout:
@@ -211,7 +203,7 @@ def _update_status(tx: Tx, rollout: RolloutRow, status: str) -> None:
             "claim it, requeue_rollout to queue it again"
         )
     if status not in ROLLOUT_TRANSITIONS[old]:
-        raise _illegal(rollout, status)
+        raise _illegal(f"rollout {rollout.rollout_id!r}", old, status, ROLLOUT_TRANSITIONS)
     set_rollout_status(tx, rollout, status)
     latest = rollout.latest
     if latest is not None and not latest.superseded and latest.status in OPEN:  # it follows, and is not retried
@@ -365,21 +357,6 @@ def claimed_before(tx: Tx, claim_id: str | None, limit: int) -> list[AttemptRow]
     return found
 
 
-def release_claim(tx: Tx, claimed: Iterable[tuple[AttemptedRollout, int]]) -> None:
-    """Revert a claim whose caller is gone, unless the claim was answered again meanwhile, to a caller that repeated
-    it: otherwise nobody has seen these attempts. With each comes how often its claim had been answered."""
-    for each, claims in claimed:
-        rollout = tx.find_rollout(each.rollout_id)
-        latest = None if rollout is None else rollout.latest
-        if rollout is None or latest is None or latest.attempt_id != each.attempt.attempt_id:
-            continue
-        if latest.status != "preparing" or latest.superseded or latest.claims != claims:
-            continue
-        tx.remove_attempt(latest)
-        number = rollout.attempt_count - 1
-        _apply(tx, rollout, "requeuing" if number else "queuing", attempt_count=number)
-
-
 QueueNames = tuple[str, ...] | None
 """The queues that a claim takes from; None for every one that is not private."""
 
@@ -389,31 +366,20 @@ class ClaimRollouts(Command):
 
     deadline = math.inf
     """Until when it may wait, on time.monotonic."""
+    waited = False
 
     def __init__(
-        self,
-        claims: Claims,
-        name: str,
-        limit: int,
-        worker_id: str | None,
-        queues: Sequence[str] | None,
-        claim_id: str | None,
+        self, claims: Claims, name: str, limit: int, worker_id: str | None, queues: Any, claim_id: str | None
     ) -> None:
         check_claimer(worker_id, claim_id)
         if limit < 0:
             raise ConfigError(f"limit={limit} is negative; use 0 or more")
         super().__init__(name, self._claim, (), given(worker_id), given(first_of_claim(claim_id)))
-        self.queues: QueueNames = (
-            None if queues is None else tuple(dict.fromkeys(validation.check_texts(queues, "queues")))
-        )
-        self.limit = limit
-        self._claims = claims
-        self._worker_id = worker_id
-        self._claim_id = claim_id
+        names = None if queues is None else validation.check_texts(queues, "queues")
+        self.queues: QueueNames = None if names is None else tuple(dict.fromkeys(names))
+        self.limit, self._claims, self._worker_id, self._claim_id = limit, claims, worker_id, claim_id
         self._answer_counts: list[int] = []
         """For each attempt of the result: how often its claim had been answered by then."""
-        self._first_try: int | None = None
-        """The number of the transaction in which it ran first."""
 
     def _claim(self, tx: Tx) -> Any:
         """The attempts, or WAIT. A claim with a claim_id that was answered before gets the same ones, and whoever made
@@ -425,9 +391,7 @@ class ClaimRollouts(Command):
         self._answer_counts = [attempt.claims for attempt in before]
         if before:
             return [mapping.to_attempted(attempt) for attempt in before]
-        if self._first_try is None:
-            self._first_try = tx.number
-        if self._first_try != tx.number and self._worker_id is not None and tx.worker(self._worker_id).lost:
+        if self.waited and self._worker_id is not None and tx.worker(self._worker_id).lost:
             return []  # its lease ran out while it waited: it would claim what that has just given back
         claimed: list[AttemptedRollout] = []
         for row in self._claims.waiting(self.queues):
@@ -444,8 +408,17 @@ class ClaimRollouts(Command):
         return claimed or WAIT
 
     def undo(self, tx: Tx, result: Sequence[AttemptedRollout]) -> None:
-        """Revert a committed result whose caller is gone."""
-        release_claim(tx, zip(result, self._answer_counts, strict=True))
+        """Revert a committed result whose caller is gone, unless the claim was answered again meanwhile, to a caller
+        that repeated it: otherwise nobody has seen these attempts."""
+        for each, claims in zip(result, self._answer_counts, strict=True):
+            rollout = tx.find_rollout(each.rollout_id)
+            latest = None if rollout is None else rollout.latest
+            if rollout is None or latest is None or latest.attempt_id != each.attempt.attempt_id:
+                continue
+            if latest.status == "preparing" and not latest.superseded and latest.claims == claims:
+                tx.remove_attempt(latest)
+                number = rollout.attempt_count - 1
+                _apply(tx, rollout, "requeuing" if number else "queuing", attempt_count=number)
 
 
 READ_AHEAD: Final = 64
@@ -631,8 +604,7 @@ def update_worker(tx: Tx, worker_id: str, **changes: Any) -> Worker:
 
 def _open_attempts(tx: Tx, worker: WorkerRow) -> list[AttemptRow]:
     """Those of a worker that are open still, the newest last."""
-    tx.load_open_attempts([worker.worker_id])
-    ids = tx.open_attempts[worker.worker_id]
+    ids = [row[1:] for row in tx.all(OPEN_ATTEMPTS, [worker.worker_id])]
     tx.load(rollout_id for rollout_id, _ in ids)
     rollouts = [(attempt_id, tx.rollouts[rollout_id]) for rollout_id, attempt_id in ids]
     found = [None if rollout is None else rollout.attempts.get(attempt_id) for attempt_id, rollout in rollouts]
@@ -666,7 +638,6 @@ def expire(tx: Tx) -> float | None:
             _end(tx, attempt, "unresponsive", failure("Unresponsive", message))
     names = [name for (name,) in tx.all(_LOST, now, EXPIRY_BATCH)]
     tx.load_workers(names)
-    tx.load_open_attempts(names)
     for worker in map(tx.worker, names):
         if worker.lost_at is not None and worker.lost_at <= now:
             tx.set(worker, lost_at=None, lost=1)

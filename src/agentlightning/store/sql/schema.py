@@ -137,23 +137,26 @@ def select(alias: str, columns: tuple[str, ...]) -> str:
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
-_TYPES: Final = {int: "BIGINT", str: "TEXT", float: "DOUBLE PRECISION"}
+
+def types_of(kind: type[Struct]) -> dict[str, tuple[type, ...]]:
+    """The Python types of each column; several if it may be NULL."""
+    return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
 
 
-def _types_of(kind: type[Struct]) -> dict[str, str]:
-    """The standard SQL type of each column."""
-    return {name: _TYPES[(get_args(hint) or (hint,))[0]] for name, hint in get_type_hints(kind).items()}
-
-
-SQL_TYPES: Final = {"rollouts": _types_of(RolloutColumns), "attempts": _types_of(AttemptColumns)}
+_STANDARD: Final = {int: "BIGINT", str: "TEXT", float: "DOUBLE PRECISION"}
+SQL_TYPES: Final = {
+    table: {name: _STANDARD[types[0]] for name, types in types_of(kind).items()}
+    for table, kind in (("rollouts", RolloutColumns), ("attempts", AttemptColumns))
+}
+"""By table: the type of each column in standard SQL."""
 
 
 def _columns(kind: type[Struct], unique: str) -> str:
-    names = {"BIGINT": "{int}", "TEXT": "{text}", "DOUBLE PRECISION": "{float}"}
-    hints, parts = get_type_hints(kind), list[str]()
-    for name, sql_type in _types_of(kind).items():
-        suffix = "" if get_args(hints[name]) else " NOT NULL"
-        parts.append("key {key}" if name == "key" else f"{name} {names[sql_type]}{suffix}")
+    names = {int: "{int}", str: "{text}", float: "{float}"}
+    parts = [
+        "key {key}" if name == "key" else f"{name} {names[types[0]]}{' NOT NULL' if len(types) == 1 else ''}"
+        for name, types in types_of(kind).items()
+    ]
     return ", ".join([*parts, f"UNIQUE ({unique})"])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, dropwhile, islice, pairwise, repeat
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,11 +17,11 @@ from agentlightning.span import DAMAGED, SUPERSEDED, Span
 from agentlightning.store import validation
 from agentlightning.store.sql import mapping, pack
 from agentlightning.store.sql.pack import SpanPack
-from agentlightning.store.sql.prompts import AttemptIdentity, PromptCache, PromptReader, place_of
+from agentlightning.store.sql.prompts import Leaf, PromptReader, add_prompt, place_of, read_leaves
 from agentlightning.store.sql.queries import AttemptKey, Order, attempts_of, check_logic
 from agentlightning.store.sql.rollouts import beat
 from agentlightning.store.sql.schema import MAX_PACK, PACK, UNPLACED, AttemptRow, select
-from agentlightning.store.sql.tx import Connection, Tx
+from agentlightning.store.sql.tx import SPANS, Connection, Tx, insert
 from agentlightning.store.types import FilterLogic, SortOrder
 
 # -- the spans of one call -------------------------------------------------------------------------------------------
@@ -54,25 +54,19 @@ class AttemptSpans:
 
     def read_result(self, result: SpanWriteResult, output: list[Any]) -> None:
         """Put each span, as it was stored, at its position in `output`."""
-        sequence_ids = iter(result.sequence_ids)
-        new: dict[str, Span] = {}
-        existing, attempt_id, superseded = result.existing, result.attempt_id, result.superseded
+        sequence_ids, new = iter(result.sequence_ids), dict[str, Span]()
+        attempt_id, superseded = result.attempt_id, result.superseded
         for index, (position, span, span_id) in enumerate(
             zip(self._positions, self._spans, self.pack.span_ids, strict=True)
         ):
-            if index in existing:
-                output[position] = existing[index]
-                continue
-            if span_id not in new:
+            stored = result.existing.get(index) or new.get(span_id)
+            if stored is None:
                 attributes = {**span.attributes, SUPERSEDED: True} if superseded else span.attributes
-                new[span_id] = replace(
-                    span,
-                    attempt_id=attempt_id,
-                    span_id=span_id,
-                    sequence_id=next(sequence_ids),
-                    attributes=attributes,
+                number = next(sequence_ids)
+                stored = new[span_id] = replace(
+                    span, attempt_id=attempt_id, span_id=span_id, sequence_id=number, attributes=attributes
                 )
-            output[position] = new[span_id]
+            output[position] = stored
 
 
 def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
@@ -91,59 +85,31 @@ def group_by_attempt(spans: Sequence[Span]) -> list[AttemptSpans]:
 
 # -- adding ----------------------------------------------------------------------------------------------------------
 
+_INSERT_PACK: Final = insert("span_packs", PACK)
+_INSERT_PLACE: Final = insert("span_places", ("attempt_key", "span_id", "pack_key"), "ON CONFLICT DO NOTHING")
+_INSERT_PROMPT: Final = insert("prompts", ("place", "attempt_key", "root", "base", "keep", "ids"))
 _IDS_AFTER: Final = "SELECT key, ids FROM span_packs WHERE attempt_key = ? AND key > ? ORDER BY key"
-CACHED_IDS: Final = 1 << 16
-"""Then the cache is emptied."""
+CACHE_BYTES: Final = 32 << 20
+"""Of what is remembered of attempts, estimated. Then all of it is forgotten."""
+ID_BYTES: Final = 128
+KNOWN_BYTES: Final = 512
+"""Of an attempt, without its ids and prompts."""
 
 
-def _identity(attempt: AttemptRow) -> AttemptIdentity:
-    return attempt.key, attempt.attempt_id, attempt.start_time
+class _Known:
+    """What this process knows of the spans of an attempt, to compare the next ones with."""
 
+    __slots__ = ("ids", "last_key", "leaves", "spans")
 
-class SpanIds:
-    """Cache of the span ids of recent attempts, by which a span that is sent twice is stored once. The entry of an
-    attempt is valid while the attempt has as many spans; of those that another process adds, only the new are read."""
-
-    def __init__(self) -> None:
-        self._entries: dict[AttemptIdentity, tuple[int, set[str]]] = {}
-        """(key of a pack: the ids of all up to it are there, ids)."""
-        self._added = 0
-        """Ids since the cache was empty."""
-
-    def clear(self) -> None:
-        self._entries.clear()
-        self._added = 0
-
-    def forget(self, attempt: AttemptRow) -> None:
-        self._entries.pop(_identity(attempt), None)
-
-    def of(self, tx: Tx, attempt: AttemptRow) -> set[str]:
-        """Every span id of an attempt."""
-        last, ids = self._entries.get(_identity(attempt), (0, set[str]()))
-        while len(ids) != attempt.spans:
-            rows = tx.all(_IDS_AFTER, attempt.key, last)
-            ids = ids.union(*[pack.split_ids(bytes(packed)) for _, packed in rows])
-            if len(ids) == attempt.spans or not last:
-                self._put(attempt, ids, len(ids), rows[-1][0] if rows else last)
-                break
-            last, ids = 0, set[str]()  # other servers have stored packs with lower keys
-        return ids
-
-    def add(self, attempt: AttemptRow, spans_before: int, ids: Sequence[str], named: bool) -> None:
-        """Record spans that were added to an attempt that had `spans_before`. An entry is made only for callers that
-        name their spans: others never ask."""
-        last, known = self._entries.get(_identity(attempt), (0, None))
-        if not spans_before and named:
-            last, known = 0, set[str]()
-        if known is not None and len(known) == spans_before:
-            known.update(ids)
-            self._put(attempt, known, len(ids), last)
-
-    def _put(self, attempt: AttemptRow, ids: set[str], added: int, last: int) -> None:
-        if self._added > CACHED_IDS:
-            self.clear()
-        self._added += added
-        self._entries[_identity(attempt)] = (last, ids)
+    def __init__(self, spans: int) -> None:
+        self.spans = spans
+        """How many spans the attempt had when `leaves` were complete; -1: that is not known."""
+        self.leaves: list[Leaf] = []
+        self.ids: set[str] | None = None
+        """Every span id, if they are as many as the attempt has spans; else other processes have added some. None:
+        nobody has asked, as the spans had no names."""
+        self.last_key = 0
+        """Of the packs up to this key, all ids are there."""
 
 
 RECENT_ROLLOUTS: Final = 128
@@ -151,15 +117,9 @@ RECENT_ROLLOUTS: Final = 128
 SMALL_BYTES: Final = 64 << 10
 """Of the packs of one of them at most, estimated: an event loop decodes them."""
 SMALL_PACKS: Final = 32
-
-
-class _RecentRollout(NamedTuple):
-    """All spans of a rollout that has them in one attempt."""
-
-    attempt_id: str
-    packs: tuple[tuple[SpanPack, range, bool], ...] = ()
-    """With their sequence numbers, and whether the attempt was superseded."""
-    size: int = 0
+_Recent = tuple[str, tuple[tuple[SpanPack, range, bool], ...]]
+"""All spans of a rollout that has them in one attempt: its id; the packs, with their sequence numbers, and whether the
+attempt was superseded."""
 
 
 class RecentSpans:
@@ -172,37 +132,36 @@ class RecentSpans:
         self.clear()
 
     def clear(self) -> None:
-        self._rollouts: dict[str, _RecentRollout] = {}
-        self._changed: dict[str, _RecentRollout] = {}
+        self._rollouts: dict[str, _Recent] = {}
+        self._changed: dict[str, _Recent] = {}
         """By this transaction."""
 
     def of(self, rollout_id: str, attempt_id: str | None) -> list[Span] | None:
         """The spans of a rollout or of one attempt; None: ask the database."""
         if rollout_id not in self._rollouts or not self._connection.fresh():
             return None
-        found = self._rollouts.get(rollout_id)
-        if found is None or attempt_id not in (None, found.attempt_id):
+        owner, packs = self._rollouts.get(rollout_id, ("", ()))
+        if not owner or attempt_id not in (None, owner):
             return None
         return [
             span
-            for each, numbers, superseded in found.packs
-            for span in pack.unpack(each.body, rollout_id, found.attempt_id, each.span_ids, numbers, superseded)
+            for each, numbers, superseded in packs
+            for span in pack.unpack(each.body, rollout_id, owner, each.span_ids, numbers, superseded)
         ]
 
     def add(self, attempt: AttemptRow, new: SpanPack, numbers: Sequence[int]) -> None:
         """Before the row of the attempt has these spans."""
         rollout_id = attempt.rollout.rollout_id
-        found = self.forget(rollout_id)
+        owner, packs = self.forget(rollout_id) or ("", ())
         if not attempt.spans and len(attempt.rollout.attempts) == 1:
-            found = _RecentRollout(attempt.attempt_id)
-        if found is None or found.attempt_id != attempt.attempt_id or new.prompts or not isinstance(numbers, range):
+            owner, packs = attempt.attempt_id, ()
+        if owner != attempt.attempt_id or new.prompts or not isinstance(numbers, range):
             return
-        size = found.size + len(new.body) + 100 * new.count
-        if size <= SMALL_BYTES and len(found.packs) < SMALL_PACKS:
-            packs = (*found.packs, (new, numbers, bool(attempt.superseded)))
-            self._changed[rollout_id] = _RecentRollout(found.attempt_id, packs, size)
+        packs = (*packs, (new, numbers, bool(attempt.superseded)))
+        if len(packs) <= SMALL_PACKS and sum([len(each.body) + 100 * each.count for each, *_ in packs]) <= SMALL_BYTES:
+            self._changed[rollout_id] = owner, packs
 
-    def forget(self, rollout_id: str) -> _RecentRollout | None:
+    def forget(self, rollout_id: str) -> _Recent | None:
         """Returns what was there."""
         return self._rollouts.pop(rollout_id, None) or self._changed.pop(rollout_id, None)
 
@@ -217,20 +176,15 @@ class SpanWriter:
     """Adds spans, and remembers of recent attempts what the next spans are compared with."""
 
     def __init__(self, connection: Connection) -> None:
-        self._ids = SpanIds()
-        self._prompts = PromptCache(connection)
         self.recent = RecentSpans(connection)
-
-    def outdate(self) -> None:
-        """Another process has written."""
-        self._prompts.outdate()
-        self.recent.clear()
+        self.clear()
 
     def clear(self) -> None:
         """After something was undone: what is remembered may not be in the database."""
-        self._ids.clear()
-        self._prompts.clear()
         self.recent.clear()
+        self._known: dict[tuple[int, str, float], _Known] = {}
+        """By key, id and start time of an attempt: another process may delete it and make one of its id or key."""
+        self._bytes = 0
 
     def add(self, tx: Tx, groups: Sequence[AttemptSpans]) -> list[SpanWriteResult]:
         """Store the spans of one call, all or none."""
@@ -238,36 +192,28 @@ class SpanWriter:
         return [self._add(tx, *each) for each in zip(groups, attempts, strict=True)]
 
     def _add(self, tx: Tx, group: AttemptSpans, attempt: AttemptRow) -> SpanWriteResult:
-        if not attempt.spans:
-            self.forget(attempt)
         new, existing = group.pack, dict[int, Span]()
         repeated = self._repeated(tx, new.span_ids, attempt) if new.named else None
         if repeated:
             stored = _by_id(tx, attempt, set(repeated.values()))
             existing = {index: stored[span_id] for index, span_id in repeated.items() if span_id in stored}
             new = pack.select(new, [index for index in range(new.count) if index not in repeated])
-        before, last, count = attempt.spans, attempt.last_span, new.count
+        last, count = attempt.last_span, new.count
         if count > MAX_PACK or any(new.sequence_ids):
             sequence_ids = _assign_sequence_ids(new.sequence_ids, last)
-            parts = [(first, pack.select(new, indexes)) for first, indexes in _runs(sequence_ids)]
+            parts = [(first, pack.select(new, indexes)) for first, indexes in _runs(sequence_ids)] if count else []
         else:
-            sequence_ids, parts = range(last + 1, last + 1 + count), [(last + 1, new)]
-        if not count:
-            beat(tx, attempt, tx.wall)
-        else:
-            if not tx.database.shared:
-                self.recent.add(attempt, new, sequence_ids)
-            size = attempt.bytes + len(new.body) + 9 * count
-            for first, part in parts:
-                size += self.add_pack(tx, attempt, part, first)
-            last = max(last, *sequence_ids)
-            beat(tx, attempt, tx.wall, spans=before + count, bytes=size, last_span=last)
-            self._ids.add(attempt, before, new.span_ids, new.named)
+            sequence_ids, parts = range(last + 1, last + 1 + count), [(last + 1, new)] if count else []
+        if count and not tx.database.shared:
+            self.recent.add(attempt, new, sequence_ids)
+        for first, part in parts:
+            self.add_pack(tx, attempt, part, first)
+        beat(tx, attempt, tx.wall)
         return SpanWriteResult(attempt.attempt_id, sequence_ids, bool(attempt.superseded), existing)
 
     def _repeated(self, tx: Tx, span_ids: Sequence[str], attempt: AttemptRow) -> dict[int, str]:
         """By index, the ids that are stored already, or occur twice."""
-        known = self._ids.of(tx, attempt)
+        known = self._ids_of(tx, attempt) if attempt.spans else frozenset[str]()
         if known.isdisjoint(span_ids) and len(set(span_ids)) == len(span_ids):
             return {}
         found: dict[int, str] = {}
@@ -278,28 +224,61 @@ class SpanWriter:
             seen.add(span_id)
         return found
 
-    def forget(self, attempt: AttemptRow) -> None:
-        """The attempt is new, though its key or its id may not be."""
-        self._prompts.forget(_identity(attempt))
-        self._ids.forget(attempt)
+    def _ids_of(self, tx: Tx, attempt: AttemptRow) -> set[str]:
+        """Every span id of an attempt. Of those that another process has added, only the new are read."""
+        known = self._known_of(attempt)
+        if known.ids is None:
+            known.ids = set()
+        while len(known.ids) != attempt.spans:
+            rows, before = tx.all(_IDS_AFTER, attempt.key, known.last_key), len(known.ids)
+            known.ids.update(*[pack.split_ids(bytes(packed)) for _, packed in rows])
+            self._bytes += ID_BYTES * (len(known.ids) - before)
+            if len(known.ids) == attempt.spans or not known.last_key:
+                known.last_key = rows[-1][0] if rows else known.last_key
+                break
+            known.last_key, known.ids = 0, set()  # other servers have stored packs with lower keys
+        return known.ids
 
-    def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> int:
-        """Add a pack of new spans with consecutive numbers; returns the bytes of its prompts. superseded: whether the
-        attempt was, when it sent them; by default, whether it is now."""
+    def _known_of(self, attempt: AttemptRow) -> _Known:
+        """Nothing is known of an attempt without spans, though one of its key and id may have been deleted."""
+        identity = attempt.key, attempt.attempt_id, attempt.start_time
+        known = self._known.get(identity)
+        if known is None or not attempt.spans:
+            known = self._known[identity] = _Known(-1 if attempt.spans else 0)
+            self._bytes += KNOWN_BYTES
+        return known
+
+    def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> None:
+        """Add a pack of new spans with consecutive numbers. superseded: whether the attempt was, when it sent them; by
+        default, whether it is now."""
         tx.changed = True  # from here on, what is remembered is
-        key = tx.connection.new_key("span_packs", 0)
-        mark, span_ids = attempt.superseded if superseded is None else superseded, part.span_ids
-        row = key, attempt.key, first, len(span_ids), mark, part.ids, part.body
-        if not part.prompts:
-            tx.add_pack(row, span_ids)
-            return 0
-        may_be_stored = attempt.stored and attempt.spans > 0
-        prompts = [
-            self._prompts.add(_identity(attempt), place_of(key, index), ids, may_be_stored)
-            for index, ids in part.prompts
-        ]
-        tx.add_pack(row, span_ids, prompts)
-        return sum([len(row[-1]) for row in prompts])
+        key, before, count = tx.connection.new_key("span_packs", 0), attempt.spans, part.count
+        if self._bytes > CACHE_BYTES:
+            self._known, self._bytes = {}, 0
+        known = self._known_of(attempt)
+        if part.named and not before:
+            known.ids = set()
+        if known.ids is not None and len(known.ids) == before:
+            known.ids.update(part.span_ids)
+            self._bytes += ID_BYTES * count
+        prompts: list[tuple[Any, ...]] = []
+        if part.prompts:
+            if known.spans != before:
+                known.leaves = read_leaves(tx, attempt.key, known.leaves)
+            known.spans = before
+            self._bytes -= sum([len(leaf.ids) for leaf in known.leaves])
+            prompts = [add_prompt(known.leaves, attempt.key, place_of(key, index), ids) for index, ids in part.prompts]
+            self._bytes += sum([len(leaf.ids) for leaf in known.leaves])
+            tx.insert(_INSERT_PROMPT, prompts)
+        if known.spans == before:
+            known.spans += count
+        mark, kept = attempt.superseded if superseded is None else superseded, sum([len(row[-1]) for row in prompts])
+        tx.insert(_INSERT_PACK, [(key, attempt.key, first, count, mark, part.ids, part.body)])
+        if first > UNPLACED:
+            tx.insert(_INSERT_PLACE, [(attempt.key, span_id, key) for span_id in part.span_ids])
+        tx.count(SPANS, count)
+        size, last = attempt.bytes + len(part.body) + 9 * count + kept, max(attempt.last_span, first + count - 1)
+        tx.set(attempt, spans=before + count, bytes=size, last_span=last)
 
 
 def _by_id(tx: Tx, attempt: AttemptRow, span_ids: set[str]) -> dict[str, Span]:

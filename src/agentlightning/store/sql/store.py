@@ -42,12 +42,7 @@ from agentlightning.store.sql.spans import SpanWriteResult, group_by_attempt
 from agentlightning.store.sql.sqlite import SqliteDatabase, locate
 from agentlightning.store.sql.tx import Connection, Database, Tx, explained
 from agentlightning.store.sql.waiting import Command, Wait, given
-from agentlightning.store.types import (
-    Pruned,
-    Queue,
-    Retention,
-    RolloutRecord,
-)
+from agentlightning.store.types import Pruned, Queue, Retention, RolloutRecord
 
 logger = logging.getLogger(__name__)
 
@@ -142,9 +137,18 @@ class SqlStore(LightningStoreBase):
         self.reader.submit(command)
         return await command.future
 
-    async def claim(self, name: str, limit: int, timeout: float | None, *claimer: Any) -> list[AttemptedRollout]:
-        """Claim by the command `name`; claimer: worker_id, queues, claim_id."""
-        command = ClaimRollouts(self.writer.claims, name, limit, *claimer)
+    async def claim(
+        self,
+        name: str,
+        limit: int = 1,
+        worker_id: str | None = None,
+        timeout: float | None = None,
+        *,
+        queues: Sequence[str] | None = None,
+        claim_id: str | None = None,
+    ) -> list[AttemptedRollout]:
+        """Claim by the command `name`."""
+        command = ClaimRollouts(self.writer.claims, name, limit, worker_id, queues, claim_id)
         command.deadline = time.monotonic() + max(0.0, timeout or 0.0)
         if not limit:
             return []
@@ -169,28 +173,6 @@ class SqlStore(LightningStoreBase):
         ids = frozenset([request.rollout_id for request in requests if request.rollout_id is not None])
         command = Command(name, lambda tx: rollout_commands.enqueue(tx, new, ids), ids, new_rollouts=len(new))
         return await self.write(command, convert)
-
-    async def dequeue_rollout(
-        self,
-        worker_id: str | None = None,
-        timeout: float | None = None,
-        *,
-        queues: Sequence[str] | None = None,
-        claim_id: str | None = None,
-    ) -> AttemptedRollout | None:
-        claimed = await self.claim("dequeue_rollout", 1, timeout, worker_id, queues, claim_id)
-        return claimed[0] if claimed else None
-
-    async def dequeue_many_rollouts(
-        self,
-        limit: int = 1,
-        worker_id: str | None = None,
-        timeout: float | None = None,
-        *,
-        queues: Sequence[str] | None = None,
-        claim_id: str | None = None,
-    ) -> list[AttemptedRollout]:
-        return await self.claim("dequeue_many_rollouts", limit, timeout, worker_id, queues, claim_id)
 
     # -- rollouts: queries and changes ----------------------------------------------------------------------------
 
@@ -399,6 +381,15 @@ async def _start_rollout(*arguments: Any, **options: Any) -> AttemptedRollout:
     return await store.write(command)
 
 
+async def _dequeue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> AttemptedRollout | None:
+    claimed = await store.claim("dequeue_rollout", 1, *arguments, **options)
+    return claimed[0] if claimed else None
+
+
+async def _dequeue_many_rollouts(store: SqlStore, *arguments: Any, **options: Any) -> list[AttemptedRollout]:
+    return await store.claim("dequeue_many_rollouts", *arguments, **options)
+
+
 # -- writes ------------------------------------------------------------------------------------------------------------
 
 Check = Callable[[Any, str], Any]
@@ -494,6 +485,8 @@ implement(
         "query_spans": _query_spans,
         "enqueue_rollout": _enqueue_rollout,
         "start_rollout": _start_rollout,
+        "dequeue_rollout": _dequeue_rollout,
+        "dequeue_many_rollouts": _dequeue_many_rollouts,
     },
 )
 

@@ -24,9 +24,7 @@ from agentlightning.store.clock import Clock
 from agentlightning.store.sql import schema
 from agentlightning.store.sql.schema import (
     ATTEMPT,
-    PACK,
     ROLLOUT,
-    UNPLACED,
     WORKER,
     AttemptRow,
     RolloutRow,
@@ -129,12 +127,6 @@ class Connection(Protocol):
         ...
 
 
-class Listener(Protocol):
-    """Receives notifications of other processes in a thread of its own."""
-
-    def close(self) -> None: ...
-
-
 class Database(Protocol):
     """One database. Creating the object opens nothing."""
 
@@ -160,8 +152,11 @@ class Database(Protocol):
     def begin_close(self) -> None:
         """The store is about to be closed: calls no longer wait long for a lost server."""
 
-    def listen(self, wake: Wake) -> Listener | None:
-        """Call `wake` from another thread when other processes commit. None: poll `Connection.changed` instead."""
+    def close(self) -> None:
+        """Nothing waits for a lost server any more, and nothing is called."""
+
+    def listen(self, wake: Wake) -> None:
+        """Call `wake` from another thread when other processes commit. Without that, `Connection.changed` is polled."""
 
     def explain(self, error: Exception) -> StoreError:
         """The StoreError to raise instead of an error of the driver."""
@@ -263,9 +258,6 @@ _INSERTS: Final = {
     "workers": (_WRITE_WORKER, worker_columns),
 }
 """By table: how rows are inserted, and their values."""
-_INSERT_PACK: Final = insert("span_packs", PACK)
-_INSERT_PLACE: Final = insert("span_places", ("attempt_key", "span_id", "pack_key"), "ON CONFLICT DO NOTHING")
-_INSERT_PROMPT: Final = insert("prompts", ("place", "attempt_key", "root", "base", "keep", "ids"))
 _NAME_QUEUE: Final = insert("queues", ("name",), "ON CONFLICT DO NOTHING")
 _ADD_COUNT: Final = insert(
     "counts",
@@ -287,7 +279,7 @@ OPEN_ATTEMPTS: Final = (
     "SELECT a.worker_id, r.rollout_id, a.attempt_id FROM attempts a JOIN rollouts r ON r.key = a.rollout_key "
     f"WHERE a.{schema.IS_OPEN} AND a.worker_id = ANY (?) AND a.superseded = 0 ORDER BY a.key"
 )
-"""(worker_id, rollout_id, attempt_id), the newest last."""
+"""Of workers: (worker_id, rollout_id, attempt_id), the newest last."""
 OWNERS: Final = (
     "SELECT a.attempt_id, r.rollout_id FROM attempts a JOIN rollouts r ON r.key = a.rollout_key "
     "WHERE a.attempt_id = ANY (?)"
@@ -320,8 +312,6 @@ class Tx:
         """Something was changed since the committer last reset this, before a command."""
         self._memory = 0
         """Estimated bytes of the rows."""
-        self.number = 0
-        """Of this transaction, as this process counts them."""
         self.generation = 0
         """Another one where what is in memory of rollouts and queues was dropped."""
         self.begin()
@@ -330,7 +320,6 @@ class Tx:
         """Start over within a transaction that has just begun. outdated: others may have written since the last one, so
         that the rows in memory are dropped."""
         self.wall, self.steady = self.clock.wall(), self.clock.steady()
-        self.number += 1
         self.queued = False
         """A rollout may have become claimable."""
         self.finished: set[str] = set()
@@ -349,14 +338,9 @@ class Tx:
             self.owners: dict[str, str | None] = {}
             """The rollout id by attempt id."""
         self.workers: dict[str, WorkerRow] = {}
-        self.open_attempts: dict[str, list[tuple[str, str]]] = {}
-        """By worker: (rollout id, attempt id), the newest last, as of when they were loaded."""
         self._changed: dict[Row, dict[str, Any]] = {}
         """The columns of each row that were set. Only these are written, so that few indexes are touched."""
-        self._packs: list[tuple[Any, ...]] = []
-        self._places: list[tuple[int, str, int]] = []
-        self._prompts: list[tuple[Any, ...]] = []
-        self._queues: set[str] = set()
+        self._inserts: defaultdict[Statement, list[tuple[Any, ...]]] = defaultdict(list)
         self._counts: defaultdict[tuple[str, str], int] = defaultdict(int)
 
     def rolled_back(self) -> None:
@@ -421,12 +405,6 @@ class Tx:
         if missing := _missing(worker_ids, self.workers):
             self.workers.update({name: WorkerRow(name, stored=False) for name in missing})
             self.workers.update({columns[0]: WorkerRow(*columns) for columns in self.all(_LOAD_WORKERS, missing)})
-
-    def load_open_attempts(self, worker_ids: Iterable[str]) -> None:
-        if missing := _missing(worker_ids, self.open_attempts):
-            self.open_attempts.update({name: [] for name in missing})
-            for worker_id, rollout_id, attempt_id in self.all(OPEN_ATTEMPTS, missing):
-                self.open_attempts[worker_id].append((rollout_id, attempt_id))
 
     def find_rollout(self, rollout_id: str) -> RolloutRow | None:
         self.load([rollout_id])
@@ -506,18 +484,15 @@ class Tx:
         del row.rollout.attempts[row.attempt_id]
         self.owners.pop(row.attempt_id, None)
 
-    def add_pack(self, pack: tuple[Any, ...], span_ids: Sequence[str], prompts: Sequence[tuple[Any, ...]] = ()) -> None:
-        """Add the columns PACK of a pack of new spans, whose key is new, and rows of the table `prompts`."""
+    def insert(self, statement: Statement, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Add rows that are not kept in memory."""
         self.changed = True
-        self._packs.append(pack)
-        if pack[2] > UNPLACED:
-            self._places += [(pack[1], span_id, pack[0]) for span_id in span_ids]
-        self._prompts += prompts
-        self.count(SPANS, len(span_ids))
+        self._inserts[statement] += rows
 
     def name_queue(self, name: str) -> None:
         if name not in self.known_queues:
-            self._queues.add(name)
+            self.known_queues.add(name)
+            self.insert(_NAME_QUEUE, [(name,)])
 
     def count(self, name: str, number: int, queue: str = "") -> None:
         """Add to a counter."""
@@ -527,17 +502,12 @@ class Tx:
 
     def flush(self) -> None:
         """Write the changes, so that queries see them."""
-        if self._queues:
-            self.connection.write(_NAME_QUEUE, [(name,) for name in sorted(self._queues)])
-            self.known_queues |= self._queues
-            self._queues = set()
         if self._changed:
             self._write_rows()
-        if self._packs:
-            self.connection.write(_INSERT_PACK, self._packs)
-            self.connection.write(_INSERT_PLACE, self._places)
-            self.connection.write(_INSERT_PROMPT, self._prompts)
-            self._packs, self._places, self._prompts = [], [], []
+        if self._inserts:
+            inserts, self._inserts = self._inserts, defaultdict(list)
+            for statement, rows in inserts.items():
+                self.connection.write(statement, sorted(rows))  # servers that name the same queues do so in one order
 
     def _write_rows(self) -> None:
         changed, self._changed = self._changed, {}
@@ -568,8 +538,9 @@ class Tx:
                 self.count(row.counted, -1, row.queue)
             row.counted = row.status
 
-    def write_counts(self) -> None:
-        """Last in a transaction."""
+    def finish(self) -> None:
+        """Write what is left, with the counters last: other servers may wait for these."""
+        self.flush()
         if self._counts:
             rows = [(self.connection.writer_id, *key, number) for key, number in sorted(self._counts.items()) if number]
             self._counts.clear()

@@ -12,8 +12,7 @@ import psycopg
 import pytest
 
 from agentlightning.errors import StoreError
-from agentlightning.store.sql.postgres import PostgresDatabase
-from agentlightning.store.sql.postgres.connection import PostgresConnection
+from agentlightning.store.sql.postgres import PostgresConnection, PostgresDatabase
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.store.sql.tx import insert
 
@@ -275,7 +274,7 @@ def test_a_connection_that_cannot_be_prepared_is_closed(
     opened = list[psycopg.Connection[Any]]()
     connect = psycopg.connect
     monkeypatch.setattr(psycopg, "connect", lambda **given: opened.append(connect(**given)) or opened[-1])
-    monkeypatch.setattr("agentlightning.store.sql.postgres.connection.MERGE_COUNTERS", "SELECT nonsense")
+    monkeypatch.setattr("agentlightning.store.sql.postgres.MERGE_COUNTERS", "SELECT nonsense")
     with pytest.raises(StoreError, match="nonsense"):
         database.connect(read_only=False)
     assert [each.closed for each in opened] == [True]

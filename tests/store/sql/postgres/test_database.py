@@ -18,9 +18,7 @@ from tests.support.postgres import PostgresCluster
 from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError, StoreVersionError
 from agentlightning.store import LightningStore
 from agentlightning.store.clock import Clock
-from agentlightning.store.sql.postgres import PostgresDatabase
-from agentlightning.store.sql.postgres.connection import TABLES, PostgresSchema, encode
-from agentlightning.store.sql.postgres.server import explain
+from agentlightning.store.sql.postgres import TABLES, PostgresDatabase, PostgresSchema, encode
 from agentlightning.store.sql.schema import SCHEMA_VERSION, Schema, migrate
 
 pytestmark = pytest.mark.integration
@@ -54,6 +52,7 @@ def test_every_usual_scheme_is_understood_and_no_name_shows_the_password(scheme:
         (f"postgresql://ann:{SECRET}@host/db?speed=11", "'speed' is neither schema nor a parameter"),
         ("postgresql://ann:hush%hush@host/db", "cannot be read; write @"),
         ("postgresql://ann:hush/hush@host/db", "cannot be read; write @"),
+        ("postgresql://ann:hush?hush@host/db", "cannot be read; write @"),
         ("postgresql://ann:hush@hush@host:port/db", "cannot be read; write @"),
     ],
 )
@@ -245,7 +244,7 @@ def test_a_full_disk_is_an_error_of_its_own() -> None:
     import psycopg.errors
 
     error = psycopg.errors.DiskFull('could not extend file "base/1/2": No space left on device')
-    told = explain(error, "postgresql://h/d")
+    told = PostgresDatabase("postgresql://h/d").explain(error)
     assert isinstance(told, StoreFullError)
     assert "the disk of postgresql://h/d is full" in str(told)
 
@@ -263,7 +262,8 @@ def test_servers_tell_one_another_what_they_committed(postgres_url: str) -> None
         heard.append((queued, finished))
         something.set()
 
-    listeners = [hearer.listen(wake), speaker.listen(lambda *_: heard.append("itself"))]
+    hearer.listen(wake)
+    speaker.listen(lambda *_: heard.append("itself"))
     connection = speaker.connect(read_only=False)
     connection.begin(write=True)
     connection.notify(True, ["ro-1", "ro-2"])
@@ -278,9 +278,9 @@ def test_servers_tell_one_another_what_they_committed(postgres_url: str) -> None
     assert something.wait(10)
     assert heard[1:] == [(False, None)]
     connection.close()
-    for listener in listeners:
-        listener.close()
-        listener.close()
+    for database in (speaker, hearer):
+        database.close()
+        database.close()
 
 
 def test_a_listener_whose_connection_was_lost_listens_again_and_says_that_anything_may_have_happened(
@@ -294,11 +294,11 @@ def test_a_listener_whose_connection_was_lost_listens_again_and_says_that_anythi
         heard.append(news)
         again.set()
 
-    listener = database.listen(wake)
+    database.listen(wake)
     relay.cut()
     assert again.wait(10)
     assert heard == [(True, None)]
-    listener.close()
+    database.close()
 
 
 def test_servers_agree_on_the_time_of_deadlines_whatever_their_own_clocks_say(

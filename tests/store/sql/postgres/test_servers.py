@@ -18,8 +18,8 @@ from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, Rol
 from agentlightning.span import Span
 from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.sql import committer
-from agentlightning.store.sql.postgres import server
-from agentlightning.store.sql.postgres.server import SUSPENDED_SECONDS
+from agentlightning.store.sql import postgres as server
+from agentlightning.store.sql.postgres import SUSPENDED_SECONDS
 from agentlightning.store.sql.store import SqlStore
 
 pytestmark = pytest.mark.integration
