@@ -18,8 +18,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from agentlightning.gateway.errors import ApiError
-from agentlightning.store.http.encoding import RequestError
-from agentlightning.store.http.endpoint import receive_body
+from agentlightning.store.http.endpoint import RequestError, receive_body
 from agentlightning.util.decompression import CodingError, decompress
 from agentlightning.util.json_values import Json, loads
 

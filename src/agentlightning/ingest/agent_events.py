@@ -18,8 +18,7 @@ from agentlightning import span as names
 from agentlightning.attempt_address import read_attempt_key
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import RequestError
-from agentlightning.store.http.endpoint import endpoint, receive_body, respond
+from agentlightning.store.http.endpoint import RequestError, endpoint, receive_body, respond
 from agentlightning.tracing.agent_spans import agent_attributes, event_span, late_mark
 from agentlightning.tracing.rewards import check_reward
 from agentlightning.util.api_key import api_key

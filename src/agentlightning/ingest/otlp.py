@@ -50,8 +50,7 @@ from agentlightning.errors import (
 from agentlightning.rollouts import FINISHED
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import MAX_BODY_BYTES, RequestError, status_of
-from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
+from agentlightning.store.http.endpoint import MAX_BODY_BYTES, ClientDisconnected, RequestError, receive_body, status_of
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.types import UNSET
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark

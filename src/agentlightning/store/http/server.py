@@ -13,12 +13,11 @@ remembers its result (store/idempotency.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 from urllib.parse import parse_qs
 
 import msgspec
@@ -33,45 +32,45 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import (
+from agentlightning.store.http.endpoint import (
     BASE_PATH,
     MAX_BODY_BYTES,
-    PROTOCOL_HEADER,
-    PROTOCOL_VERSION,
-    RequestError,
-    RolloutBody,
-    arguments_of,
-    decode_error,
-    decode_unknown,
-    decoder,
-    encode,
-    error_of,
-    error_response,
-    to_rest,
-    version,
-)
-from agentlightning.store.http.endpoint import (
     Handler,
-    cancel_on_disconnect,
+    RequestError,
+    decode_error,
     endpoint,
+    error_body,
+    error_of,
     read_body,
     refuse,
     respond,
     respond_in_parts,
+    unless_disconnected,
 )
 from agentlightning.store.http.operations import (
     ACCEPTS_KEY,
     CURSORS,
     OPERATIONS,
+    PROTOCOL_HEADER,
+    PROTOCOL_VERSION,
     Operation,
+    RolloutBody,
+    arguments_of,
     decode_call,
+    decode_unknown,
+    decoder,
     document,
+    encode,
     hints_of,
+    to_rest,
+    version,
 )
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
 from agentlightning.util.json_values import dumps
+
+T = TypeVar("T")
 
 _POSITION: Final = ("limit", "offset", "after", "newest_first", "sort_by", "sort_order")
 _NO_FILTERS: Final = ("tokens", "filter_logic")
@@ -137,15 +136,17 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
     return call.encode(current)
 
 
-def limit_wait(call: Call) -> bool:
-    """Limit how long a call waits for others. Returns whether it may have to wait."""
-    if call.method not in WAITING_CALLS:
-        return False
-    timeout = call.arguments.get("timeout")
-    if timeout is None:
-        timeout = MAX_WAIT_SECONDS if call.method == "wait_for_rollouts" else 0.0
-    call.arguments["timeout"] = min(timeout, MAX_WAIT_SECONDS)
-    return timeout > 0
+async def unless_left(request: Request, calls: Sequence[Call], work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which makes these calls. Limits how long they wait for others; while one may have to wait,
+    a disconnect of the client cancels the work."""
+    longest = 0.0
+    for call in calls:
+        if call.method in WAITING_CALLS:
+            unlimited = MAX_WAIT_SECONDS if call.method == "wait_for_rollouts" else 0.0
+            timeout = call.arguments.get("timeout")
+            call.arguments["timeout"] = min(unlimited if timeout is None else timeout, MAX_WAIT_SECONDS)
+            longest = max(longest, call.arguments["timeout"])
+    return await (unless_disconnected(request.receive, work) if longest > 0 else work)
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -174,9 +175,7 @@ class BatchHandler:
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
-        waiting = [call for call in calls if limit_wait(call)]
-        with cancel_on_disconnect(request.receive) if waiting else nullcontext():
-            return await self._respond(calls)
+        return await unless_left(request, calls, self._respond(calls))
 
     async def _respond(self, calls: Sequence[Call]) -> Response:
         lists = [call for call in calls if call.method in _LISTS]
@@ -246,7 +245,7 @@ def _decode(raw: Raw) -> Call:
 
 
 def _encode_error(error: Exception) -> bytes:
-    return b'{"error":' + encode(error_response(error_of(error)).error) + b"}"
+    return b'{"error":' + encode(error_body(error_of(error))) + b"}"
 
 
 def _encode_answer(arguments: Mapping[str, Any], result: Any) -> bytes:
@@ -296,8 +295,7 @@ class RestApi:
             rollout = await self.store.get_rollout_by_id(**arguments)
             result = call.encode(rollout and (await self._with_attempts([rollout]))[0])
         else:
-            with cancel_on_disconnect(request.receive) if limit_wait(call) else nullcontext():
-                result = await execute(self.store, call)
+            result = await unless_left(request, [call], execute(self.store, call))
         return respond(result, operation.status)
 
     async def _page(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[bytes]:
