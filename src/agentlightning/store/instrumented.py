@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from agentlightning.span import Span
-from agentlightning.store.base import LightningStoreBase, implement
+from agentlightning.store.base import METHODS, LightningStoreBase, implement
 from agentlightning.store.types import RolloutRecord
 
 logger = logging.getLogger(__name__)
@@ -116,13 +116,6 @@ async def _new(store: LightningStoreBase, records: Sequence[RolloutRecord]) -> l
     known = {rollout.rollout_id for rollout in await store.query_rollouts(rollout_id_in=ids)}
     return [span for record in records if record.rollout.rollout_id not in known for span in record.spans]
 
-
-METHODS: Final = tuple(
-    name
-    for name, value in vars(LightningStoreBase).items()
-    if inspect.iscoroutinefunction(value) and not name.startswith("_")
-)
-"""The awaited methods of the contract."""
 
 implement(_InstrumentedStore, {name: _forward(name) for name in METHODS})
 

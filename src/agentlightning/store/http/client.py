@@ -36,20 +36,9 @@ from agentlightning.rollouts import EnqueueRolloutRequest, Rollout
 from agentlightning.span import LOGPROBS, Span
 from agentlightning.store import validation
 from agentlightning.store.base import LightningStoreBase, implement, store_url
+from agentlightning.store.http import operations
 from agentlightning.store.http.endpoint import BASE_PATH, ErrorBody, Refusal, error_from
-from agentlightning.store.http.operations import (
-    CURSORS,
-    METHODS,
-    PROTOCOL_HEADER,
-    PROTOCOL_VERSION,
-    SENDS_KEY,
-    SLOW,
-    check_resources,
-    decode_unknown,
-    hints_of,
-    parameters_of,
-    version,
-)
+from agentlightning.store.http.operations import PROTOCOL_HEADER, PROTOCOL_VERSION, hints_of, version
 from agentlightning.store.ids import claimed_id, new_hex, new_id
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
@@ -116,10 +105,11 @@ def _call_body(method: str, arguments: Mapping[str, Any]) -> bytes:
     given: dict[str, Any] = {}
     for name, value in arguments.items():
         if value is not UNSET:
-            whole = named_resources.dump_python(check_resources(value), mode="json") if name == "resources" else value
-            given[name] = orjson.Fragment(validation.to_json(whole, name, default=_plain))
+            if name == "resources":
+                value = named_resources.dump_python(operations.check_resources(value), mode="json")
+            given[name] = orjson.Fragment(validation.to_json(value, name, default=_plain))
     call: dict[str, Any] = {"method": method, "arguments": given}
-    if method in SENDS_KEY or (method == "update_attempt" and "metadata" in given):
+    if method in operations.SENDS_KEY or (method == "update_attempt" and "metadata" in given):
         call["key"] = new_hex() + new_hex()
     return orjson.dumps(call)
 
@@ -132,7 +122,7 @@ def _result_decoder(method: str) -> Callable[[bytes | Raw], Any]:
         return lambda data: adapter.validate_json(bytes(data))
     # A span that was stored as sent is represented by its sequence_id.
     kind = {"add_span": int | Span, "add_many_spans": list[int | Span]}.get(method, kind)
-    return msgspec.json.Decoder(kind, dec_hook=decode_unknown).decode
+    return msgspec.json.Decoder(kind, dec_hook=operations.decode_unknown).decode
 
 
 # -- the client ------------------------------------------------------------------------------------------------------
@@ -217,7 +207,7 @@ class LightningStoreClient(LightningStoreBase):
 
     async def _answer(self, method: str, arguments: Mapping[str, Any], seconds: float = 0.0) -> Raw:
         transport, body = self._transport(), _call_body(method, arguments)
-        if method in SLOW:
+        if method in operations.SLOW:
             seconds = SLOW_CALL_SECONDS
         return await transport.call(body, seconds)
 
@@ -233,7 +223,9 @@ class LightningStoreClient(LightningStoreBase):
             sizer.record(len(items), len(memoryview(answer)))
             return items
 
-        return [item async for items in read_pages(read, arguments, CURSORS[method], sizer) for item in items]
+        return [
+            item async for items in read_pages(read, arguments, operations.CURSORS[method], sizer) for item in items
+        ]
 
     async def _wait(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Make a call that waits again and again, until it has its result or its time is over."""
@@ -302,21 +294,19 @@ def _check(url: str, token: str | None, timeout: float, patience: float) -> None
 
 
 def _forwarder(name: str) -> Callable[..., Any]:
-    bind = inspect.Signature(list(parameters_of(name).values())).bind
+    bind = inspect.Signature(list(operations.parameters_of(name).values())).bind
     ids = GENERATED_IDS.get(name, {})
-    send = getattr(
-        LightningStoreClient, "_read_list" if name in CURSORS else "_wait" if name in WAITING_CALLS else "_call"
-    )
+    send = "_read_list" if name in operations.CURSORS else "_wait" if name in WAITING_CALLS else "_call"
 
     async def forward(self: LightningStoreClient, *positional: Any, **keywords: Any) -> Any:
         arguments = bind(*positional, **keywords).arguments
         arguments |= {argument: new_id(kind) for argument, kind in ids.items() if arguments.get(argument) is None}
-        return await send(self, name, arguments)
+        return await getattr(self, send)(name, arguments)
 
     return forward
 
 
-_FORWARDED: Final = [name for name in METHODS if name not in vars(LightningStoreClient)]
+_FORWARDED: Final = [name for name in operations.METHODS if name not in vars(LightningStoreClient)]
 implement(LightningStoreClient, {name: _forwarder(name) for name in _FORWARDED})
 
 

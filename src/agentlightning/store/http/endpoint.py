@@ -18,18 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
 from agentlightning import errors
-from agentlightning.errors import (
-    AgentLightningError,
-    ConfigError,
-    ConflictError,
-    NotFoundError,
-    RewardError,
-    StoreAuthError,
-    StoreClosedError,
-    StoreError,
-    StoreFullError,
-    StoreServerError,
-)
+from agentlightning.errors import AgentLightningError, ConfigError, StoreAuthError, StoreError
 from agentlightning.util.api_key import api_key
 from agentlightning.util.decompression import CodingError, decompress
 
@@ -93,13 +82,13 @@ class RequestError(ConfigError):
 
 _STATUS: Final[tuple[tuple[type[AgentLightningError], int], ...]] = (
     (ConfigError, 400),
-    (RewardError, 400),
-    (NotFoundError, 404),
-    (ConflictError, 409),
-    (StoreFullError, 507),
-    (StoreClosedError, 503),
+    (errors.RewardError, 400),
+    (errors.NotFoundError, 404),
+    (errors.ConflictError, 409),
+    (errors.StoreFullError, 507),
+    (errors.StoreClosedError, 503),
     (StoreAuthError, 401),
-    (StoreServerError, 502),
+    (errors.StoreServerError, 502),
 )
 _TYPES: Final = {
     name: kind
@@ -190,7 +179,7 @@ def _describe_value(data: bytes, path: str) -> str:
 
 async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes:
     """Read and decompress a JSON body. Raises RequestError if it is over `limit` bytes (413) or not JSON (415)."""
-    data = await receive_body(headers, receive, limit, "send less at once, or raise the server's limit")
+    data = await receive_body(receive, limit, "send less at once, or raise the server's limit")
     if not data:
         return data
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -202,13 +191,10 @@ async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) ->
         raise RequestError(str(error), error.status) from None
 
 
-async def receive_body(headers: Mapping[str, str], receive: Receive, limit: int, hint: str) -> bytes:
+async def receive_body(receive: Receive, limit: int, hint: str) -> bytes:
     """The body of a request as it was sent. Raises RequestError (413) with the hint if it is over `limit` bytes, and
     ClientDisconnected."""
-    announced = headers.get("content-length", "")
     parts, size, more = list[bytes](), 0, True
-    if announced.isdecimal() and int(announced) > limit + DISCARDED_BYTES:
-        size = int(announced)  # nothing of it is read
     while more and size <= limit + DISCARDED_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":

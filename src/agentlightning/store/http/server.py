@@ -32,6 +32,7 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.http import operations
 from agentlightning.store.http.endpoint import (
     BASE_PATH,
     MAX_BODY_BYTES,
@@ -47,24 +48,7 @@ from agentlightning.store.http.endpoint import (
     respond_in_parts,
     unless_disconnected,
 )
-from agentlightning.store.http.operations import (
-    ACCEPTS_KEY,
-    CURSORS,
-    OPERATIONS,
-    PROTOCOL_HEADER,
-    PROTOCOL_VERSION,
-    Operation,
-    RolloutBody,
-    arguments_of,
-    decode_call,
-    decode_unknown,
-    decoder,
-    document,
-    encode,
-    hints_of,
-    to_rest,
-    version,
-)
+from agentlightning.store.http.operations import PROTOCOL_HEADER, Operation, RolloutBody, arguments_of, encode, to_rest
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
@@ -79,9 +63,6 @@ _FIRST_ITEMS: Final = 64
 _COUNTED_ITEMS: Final = 256
 _MAX_FIELDS: Final = 10_000
 
-
-MAX_WAIT_SECONDS: Final = 3600.0
-"""The longest time a call may wait for rollouts."""
 MAX_CALLS: Final = 4096
 FIRST_LISTS: Final = 4
 """Lists of one request that are read concurrently at first."""
@@ -118,7 +99,7 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
     method, once = getattr(store, call.method), call.once
     if once is not None and call.method.startswith("dequeue_") and call.arguments.get("claim_id") is None:
         call.arguments["claim_id"] = f"cl-{once.key[:24]}"  # a repeated claim gets the same rollouts
-    if once is None or call.method not in ACCEPTS_KEY:
+    if once is None or call.method not in operations.ACCEPTS_KEY:
         return call.encode(await method(**call.arguments))
     try:
         with use_key(once):
@@ -126,7 +107,7 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
     except AlreadyAnsweredError as before:
         if before.answer is not None:
             return before.answer
-    reader, name = _READ_CURRENT.get(hints_of(call.method)["return"], ("", ""))
+    reader, name = _READ_CURRENT.get(operations.hints_of(call.method)["return"], ("", ""))
     known = call.arguments.get(name)
     current = await getattr(store, reader)(known) if isinstance(known, str) else None
     if current is None:
@@ -136,17 +117,10 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
     return call.encode(current)
 
 
-async def unless_left(request: Request, calls: Sequence[Call], work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which makes these calls. Limits how long they wait for others; while one may have to wait,
-    a disconnect of the client cancels the work."""
-    longest = 0.0
-    for call in calls:
-        if call.method in WAITING_CALLS:
-            unlimited = MAX_WAIT_SECONDS if call.method == "wait_for_rollouts" else 0.0
-            timeout = call.arguments.get("timeout")
-            call.arguments["timeout"] = min(unlimited if timeout is None else timeout, MAX_WAIT_SECONDS)
-            longest = max(longest, call.arguments["timeout"])
-    return await (unless_disconnected(request.receive, work) if longest > 0 else work)
+async def run_while_connected(request: Request, calls: Sequence[Call], work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which makes these calls. If one may wait for others, a disconnect of the client ends it."""
+    waits = any(call.method in WAITING_CALLS and call.arguments.get("timeout") != 0 for call in calls)
+    return await (unless_disconnected(request.receive, work) if waits else work)
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -156,7 +130,7 @@ class _Batch(Struct):
     calls: list[Raw]
 
 
-_decode_batch: Final = decoder(_Batch)
+_decode_batch: Final = operations.decoder(_Batch)
 
 
 @dataclass
@@ -175,7 +149,7 @@ class BatchHandler:
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
-        return await unless_left(request, calls, self._respond(calls))
+        return await run_while_connected(request, calls, self._respond(calls))
 
     async def _respond(self, calls: Sequence[Call]) -> Response:
         lists = [call for call in calls if call.method in _LISTS]
@@ -200,14 +174,13 @@ class BatchHandler:
         yield b"]}"
 
     async def _execute_all(self, calls: Sequence[Call]) -> None:
-        if len(calls) == 1:
-            return await self._execute(calls[0])
         adding = [call for call in calls if call.method in _ADDING and call.once is None]
-        if len(adding) < 2:
-            await asyncio.gather(*map(self._execute, calls))
-            return
         others = [call for call in calls if call.method not in _ADDING or call.once is not None]
-        await asyncio.gather(self._add_spans(adding), *map(self._execute, others))
+        together = self._add_spans if len(adding) > 1 else self._execute_each
+        await asyncio.gather(together(adding), self._execute_each(others))
+
+    async def _execute_each(self, calls: Sequence[Call]) -> None:
+        await asyncio.gather(*map(self._execute, calls))
 
     async def _add_spans(self, calls: Sequence[Call]) -> None:
         """Add the spans of all calls in one call of the store, which is much faster. If that fails, each call is made
@@ -217,8 +190,7 @@ class BatchHandler:
         try:
             stored = iter(await self.store.add_many_spans([span for spans in sent for span in spans]))
         except (AgentLightningError, OverflowError, UnicodeError):
-            await asyncio.gather(*map(self._execute, calls))
-            return
+            return await self._execute_each(calls)
         for call, spans in zip(calls, sent, strict=True):
             added = list(islice(stored, len(spans)))
             call.result = call.encode(added if "spans" in call.arguments else added[0])
@@ -233,7 +205,7 @@ class BatchHandler:
 
 def _decode(raw: Raw) -> Call:
     try:
-        decoded = decode_call(raw)
+        decoded = operations.decode_call(raw)
     except RequestError as error:
         return Call("", {}, encode, result=_encode_error(error))
     method: str = type(decoded).__struct_config__.tag
@@ -295,7 +267,7 @@ class RestApi:
             rollout = await self.store.get_rollout_by_id(**arguments)
             result = call.encode(rollout and (await self._with_attempts([rollout]))[0])
         else:
-            result = await unless_left(request, [call], execute(self.store, call))
+            result = await run_while_connected(request, [call], execute(self.store, call))
         return respond(result, operation.status)
 
     async def _page(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -314,7 +286,7 @@ class RestApi:
 
     def _pages(self, operation: Operation, arguments: dict[str, Any], sizer: PageSizer) -> AsyncIterator[list[Any]]:
         query = getattr(self.store, operation.method)
-        return read_pages(query, arguments, CURSORS[operation.method], sizer)
+        return read_pages(query, arguments, operations.CURSORS[operation.method], sizer)
 
     async def _with_attempts(self, rollouts: list[Rollout]) -> list[RolloutBody]:
         """Each with its latest attempt, if it has one."""
@@ -369,7 +341,7 @@ def _decode_query(scope: Scope, kind: type[Struct]) -> Struct:
         raise RequestError(f"the query string cannot be read: {error}") from None
     values = {name: given if name in lists else given[-1] for name, given in found.items()}
     try:
-        return msgspec.convert(values, kind, strict=False, dec_hook=decode_unknown)
+        return msgspec.convert(values, kind, strict=False, dec_hook=operations.decode_unknown)
     except (msgspec.ValidationError, ConfigError) as error:
         texts = {name: given for name, given in values.items() if isinstance(given, str)}
         numbers = {name: int(text) for name, text in texts.items() if text.removeprefix("-").isdecimal()}
@@ -401,10 +373,10 @@ def store_routes(
     bodies, as sent and as decompressed.
     """
     rest, batches = RestApi(store, max_body_bytes), BatchHandler(store, max_body_bytes)
-    versions = {"version": version(), "protocol": PROTOCOL_VERSION}
+    versions = {"version": operations.version(), "protocol": operations.PROTOCOL_VERSION}
 
     async def describe(_: Request) -> Response:
-        return respond(encode(document(with_token=token is not None)))
+        return respond(encode(operations.document(with_token=token is not None)))
 
     def route(path: str, handle: Handler, *verbs: str, token: str | None = token, **options: Any) -> Route:
         route = Route(path, endpoint(handle, token, **options))
@@ -417,7 +389,7 @@ def store_routes(
 
     routes = [
         route(f"{BASE_PATH}/calls", batches.handle, "POST", error_headers=PROTOCOL_HEADER),
-        *(route(BASE_PATH + each.path, partial(rest.handle, each), each.verb) for each in OPERATIONS),
+        *(route(BASE_PATH + each.path, partial(rest.handle, each), each.verb) for each in operations.OPERATIONS),
         health(f"{BASE_PATH}/health", **versions),
         route(f"{BASE_PATH}/openapi.json", describe, "GET", "HEAD"),
         health("/health"),
