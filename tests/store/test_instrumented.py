@@ -37,7 +37,12 @@ async def test_every_call_is_told_with_its_result_and_its_time(heard):
     store, listener = heard
     rollout = await store.enqueue_rollout("a task")
     (call,) = listener.calls
-    assert (call.method, call.arguments, call.result, call.error) == ("enqueue_rollout", ("a task",), rollout, None)
+    assert (call.method, call.arguments, call.result, call.error) == (
+        "enqueue_rollout",
+        {"input": "a task"},
+        rollout,
+        None,
+    )
     assert call.seconds > 0
 
 

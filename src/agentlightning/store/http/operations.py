@@ -19,7 +19,7 @@ import json
 import re
 import time
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Annotated, Any, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -289,16 +289,9 @@ def arguments_of(request: Struct) -> dict[str, Any]:
 
 
 def _encode_unknown(value: Any) -> Any:
-    if isinstance(value, RolloutConfig):
-        return _encode_config(cast("Hashable", value))
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     raise NotImplementedError(f"{type(value).__name__} has no JSON form")
-
-
-@lru_cache(maxsize=256)
-def _encode_config(config: Hashable) -> Raw:
-    return Raw(cast("RolloutConfig", config).model_dump_json().encode())
 
 
 encode: Final = msgspec.json.Encoder(enc_hook=_encode_unknown).encode

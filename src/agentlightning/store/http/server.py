@@ -123,24 +123,19 @@ async def run_while_connected(request: Request, calls: Sequence[Call], work: Cor
     return await (unless_disconnected(request.receive, work) if waits else work)
 
 
-# -- batches ---------------------------------------------------------------------------------------------------------
-
-
-class _Batch(Struct):
-    calls: list[Raw]
-
-
-_decode_batch: Final = operations.decoder(_Batch)
+# -- requests --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class BatchHandler:
-    """Executes the calls of a request and responds with their results."""
+class StoreApi:
+    """Responds to the requests of a store: batches of calls, and the operations of the table."""
 
     store: LightningStoreBase
     max_body_bytes: int
 
-    async def handle(self, request: Request) -> Response:
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    async def perform_batch(self, request: Request) -> Response:
         headers, ((name, protocol),) = request.headers, PROTOCOL_HEADER.items()
         client = headers.get(name, protocol)
         if client != protocol:
@@ -167,7 +162,7 @@ class BatchHandler:
         for call in calls:
             while call.result is None:
                 group = list(islice(rest, sizer.items))
-                await self._execute_all(group)
+                await self._execute_each(group)
                 sizer.record(len(group), sum(len(each.result or b"") for each in group))
             yield separator + call.result
             separator, call.result = b",", b""
@@ -202,56 +197,14 @@ class BatchHandler:
             except Exception as error:  # noqa: BLE001  the boundary: a call that fails does not fail the others
                 call.result = _encode_error(error)
 
-
-def _decode(raw: Raw) -> Call:
-    try:
-        decoded = operations.decode_call(raw)
-    except RequestError as error:
-        return Call("", {}, encode, result=_encode_error(error))
-    method: str = type(decoded).__struct_config__.tag
-    arguments = arguments_of(decoded.arguments)
-    call = Call(method, arguments, partial(_encode_answer, arguments))
-    if decoded.key is not None:
-        call.once = IdempotentCall.of(method, decoded.key, encode(decoded.arguments), call.encode)
-    return call
-
-
-def _encode_error(error: Exception) -> bytes:
-    return b'{"error":' + encode(error_body(error_of(error))) + b"}"
-
-
-def _encode_answer(arguments: Mapping[str, Any], result: Any) -> bytes:
-    """The result; of a span that was stored as sent, only its sequence_id."""
-    if "spans" in arguments:
-        result = [_span_result(*each) for each in zip(arguments["spans"], result, strict=True)]
-    elif "span" in arguments:
-        result = _span_result(arguments["span"], result)
-    return b'{"value":' + encode(result) + b"}"
-
-
-def _span_result(sent: Span, stored: Span) -> int | Span:
-    same = (
-        stored.attributes is sent.attributes and stored.span_id == sent.span_id and stored.attempt_id == sent.attempt_id
-    )
-    return stored.sequence_id if same else stored
-
-
-# -- REST ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class RestApi:
-    """Executes the operations of the table."""
-
-    store: LightningStoreBase
-    max_body_bytes: int
+    # -- operations ------------------------------------------------------------------------------------------------
 
     async def respond_health(self, request: Request, **versions: Any) -> Response:
         """Respond OK if the store works."""
         await self.store.check_health()
         return respond(encode({"status": "ok", **versions}), headers=PROTOCOL_HEADER)
 
-    async def handle(self, operation: Operation, request: Request) -> Response:
+    async def perform(self, operation: Operation, request: Request) -> Response:
         body, scope = b"", request.scope
         if operation.body is not None:
             body = await read_body(request.headers, request.receive, self.max_body_bytes)
@@ -318,6 +271,52 @@ class RestApi:
         return sum([len(page) async for page in pages])
 
 
+# -- calls in batches ------------------------------------------------------------------------------------------------
+
+
+class _Batch(Struct):
+    calls: list[Raw]
+
+
+_decode_batch: Final = operations.decoder(_Batch)
+
+
+def _decode(raw: Raw) -> Call:
+    try:
+        decoded = operations.decode_call(raw)
+    except RequestError as error:
+        return Call("", {}, encode, result=_encode_error(error))
+    method: str = type(decoded).__struct_config__.tag
+    arguments = arguments_of(decoded.arguments)
+    call = Call(method, arguments, partial(_encode_answer, arguments))
+    if decoded.key is not None:
+        call.once = IdempotentCall.of(method, decoded.key, encode(decoded.arguments), call.encode)
+    return call
+
+
+def _encode_error(error: Exception) -> bytes:
+    return b'{"error":' + encode(error_body(error_of(error))) + b"}"
+
+
+def _encode_answer(arguments: Mapping[str, Any], result: Any) -> bytes:
+    """The result; of a span that was stored as sent, only its sequence_id."""
+    if "spans" in arguments:
+        result = [_span_result(*each) for each in zip(arguments["spans"], result, strict=True)]
+    elif "span" in arguments:
+        result = _span_result(arguments["span"], result)
+    return b'{"value":' + encode(result) + b"}"
+
+
+def _span_result(sent: Span, stored: Span) -> int | Span:
+    same = (
+        stored.attributes is sent.attributes and stored.span_id == sent.span_id and stored.attempt_id == sent.attempt_id
+    )
+    return stored.sequence_id if same else stored
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
 def _arguments(operation: Operation, scope: Scope, body: bytes) -> dict[str, Any]:
     """The arguments of the method in a request."""
     arguments: dict[str, Any] = {}
@@ -372,7 +371,7 @@ def store_routes(
     With a `token`, everything under /v1/agl requires it, except the health check. `max_body_bytes` limits request
     bodies, as sent and as decompressed.
     """
-    rest, batches = RestApi(store, max_body_bytes), BatchHandler(store, max_body_bytes)
+    api = StoreApi(store, max_body_bytes)
     versions = {"version": operations.version(), "protocol": operations.PROTOCOL_VERSION}
 
     async def describe(_: Request) -> Response:
@@ -384,12 +383,12 @@ def store_routes(
         return route
 
     def health(path: str, **content: Any) -> Route:
-        handle = partial(rest.respond_health, **content)
+        handle = partial(api.respond_health, **content)
         return route(path, handle, "GET", "HEAD", token=None, error_headers=PROTOCOL_HEADER)
 
     routes = [
-        route(f"{BASE_PATH}/calls", batches.handle, "POST", error_headers=PROTOCOL_HEADER),
-        *(route(BASE_PATH + each.path, partial(rest.handle, each), each.verb) for each in operations.OPERATIONS),
+        route(f"{BASE_PATH}/calls", api.perform_batch, "POST", error_headers=PROTOCOL_HEADER),
+        *(route(BASE_PATH + each.path, partial(api.perform, each), each.verb) for each in operations.OPERATIONS),
         health(f"{BASE_PATH}/health", **versions),
         route(f"{BASE_PATH}/openapi.json", describe, "GET", "HEAD"),
         health("/health"),
