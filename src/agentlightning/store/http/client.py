@@ -363,6 +363,8 @@ class PendingCall:
 
     body: bytes
     future: asyncio.Future[Raw]
+    retry_until: float = math.inf
+    """On the clock of the event loop; set at the first failure."""
 
 
 class LoopTransport:
@@ -433,18 +435,13 @@ class LoopTransport:
 
     async def _send(self, batch: Sequence[PendingCall], seconds: float = 0.0) -> None:
         """Send a batch until every call has a result or an error, whatever happens."""
-        url, patience, delay, retry_until = self._client.url, self._client.patience, MIN_DELAY_SECONDS, math.inf
+        delay = MIN_DELAY_SECONDS
         try:
             while batch:
                 try:
                     await self._post(batch, seconds)
                 except _RetryableError as error:
-                    retry_until = min(retry_until, self._loop.time() + patience)
-                    if self._loop.time() >= retry_until:
-                        raise StoreServerError(
-                            f"no store has answered at {url} for {patience:g} seconds ({error}); "
-                            f"start one with `agl serve`, or check the address"
-                        ) from None
+                    self._fail_expired(batch, str(error))
                 batch = [call for call in batch if not call.future.done()]
                 if batch:
                     await asyncio.sleep(delay * random_uniform(0.5, 1.0))
@@ -455,9 +452,20 @@ class LoopTransport:
             _fail(batch, self._closed)
             raise
         except Exception as error:  # noqa: BLE001  whatever it is, its callers get it
-            failure = StoreServerError(f"the request to {url} failed: {error!r}")
+            failure = StoreServerError(f"the request to {self._client.url} failed: {error!r}")
             failure.__cause__ = error
             _fail(batch, failure)
+
+    def _fail_expired(self, batch: Sequence[PendingCall], reason: str) -> None:
+        """Fail the calls that may not be retried any more."""
+        now, seconds = self._loop.time(), self._client.patience
+        for call in (*batch, *self._queue):  # queued calls have no server either
+            call.retry_until = min(call.retry_until, now + seconds)
+        error = StoreServerError(
+            f"no store has answered at {self._client.url} for {seconds:g} seconds ({reason}); "
+            f"start one with `agl serve`, or check the address"
+        )
+        _fail([call for call in batch if call.retry_until <= now], error)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

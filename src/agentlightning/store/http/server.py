@@ -169,6 +169,8 @@ class StoreApi:
         yield b"]}"
 
     async def _execute_all(self, calls: Sequence[Call]) -> None:
+        if len(calls) == 1:
+            return await self._execute(calls[0])
         adding = [call for call in calls if call.method in _ADDING and call.once is None]
         others = [call for call in calls if call.method not in _ADDING or call.once is not None]
         together = self._add_spans if len(adding) > 1 else self._execute_each
