@@ -690,14 +690,13 @@ def describe(method: str) -> tuple[str, str]:
 def _parameters(operation: Operation) -> list[dict[str, Any]]:
     text = {"type": "string", "minLength": 1}
     parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in operation.path_names]
-    fields = structs.fields(operation.request) if operation.in_query else ()
-    if fields:
-        (_,), components = msgspec.json.schema_components([operation.request], schema_hook=_schema, ref_template=_REF)
-        properties = components[operation.request.__name__]["properties"]
+    if operation.in_query:
+        _, components = msgspec.json.schema_components([operation.request], schema_hook=_schema, ref_template=_REF)
+        schemas = components[operation.request.__name__]["properties"]
+        required = {field.encode_name: field.required for field in structs.fields(operation.request)}
         parameters += [
-            {"name": name, "in": "query", "required": field.required, "schema": properties[name]}
-            for field in fields
-            for name in [field.encode_name]
+            {"name": name, "in": "query", "required": required[name], "schema": schema}
+            for name, schema in schemas.items()
         ]
     return parameters
 
