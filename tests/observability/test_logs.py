@@ -115,7 +115,7 @@ async def test_failures_cancellations_and_limits_are_logged_with_their_ids(caplo
 
 
 def slow_call(seconds=1.0, method="add_many_spans", **options):
-    return CallRecord(method, (), options, seconds)
+    return CallRecord(method, options, seconds)
 
 
 def test_a_slow_call_is_mentioned_with_its_method_and_ids(caplog):

@@ -28,8 +28,7 @@ from agentlightning.dashboard.data.run_data import Catalog, RunData
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import rollout, rollouts, runs
 from agentlightning.errors import NotFoundError
-from agentlightning.store.http.encoding import RequestError
-from agentlightning.store.http.endpoint import endpoint, read_body, respond
+from agentlightning.store.http.endpoint import RequestError, endpoint, read_body, respond
 from agentlightning.util.json_values import Json
 
 PATH = "/dashboard"

@@ -22,8 +22,7 @@ from starlette.routing import Route
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.recording.feedback import LINK_PATH, Feedback, add_feedback, read_link
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import BASE_PATH, RequestError, status_of
-from agentlightning.store.http.endpoint import endpoint, receive_body, respond
+from agentlightning.store.http.endpoint import BASE_PATH, RequestError, endpoint, receive_body, respond, status_of
 from agentlightning.util.json_values import loads
 
 MAX_BYTES: Final = 64 * 1024
@@ -56,7 +55,7 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
     """Routes for a Starlette application; they come before those of the store. `secret` signs links."""
 
     async def post(request: Request) -> Response:
-        feedback, source = read_feedback(await receive_body(request.headers, request.receive, MAX_BYTES, "send less"))
+        feedback, source = read_feedback(await receive_body(request.receive, MAX_BYTES, "send less"))
         span = await add_feedback(store, request.path_params["rollout_id"], feedback, source)
         ids = {"rollout_id": span.rollout_id, "attempt_id": span.attempt_id, "span_id": span.span_id}
         return respond(orjson.dumps(ids), 201)
@@ -70,7 +69,7 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
                 raise RequestError("This link has expired.", 410)
             if request.method != "POST":
                 return _page(FORM)
-            body = await receive_body(request.headers, request.receive, MAX_BYTES, "send less")
+            body = await receive_body(request.receive, MAX_BYTES, "send less")
             await add_feedback(store, link.rollout_id, read_form(body), link.nonce)
         except AgentLightningError as error:
             return _page(f"<h1>{html.escape(str(error))}</h1>", status_of(error))

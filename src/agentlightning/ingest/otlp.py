@@ -51,8 +51,7 @@ from agentlightning.errors import (
 from agentlightning.rollouts import FINISHED
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import MAX_BODY_BYTES, RequestError, status_of
-from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
+from agentlightning.store.http.endpoint import MAX_BODY_BYTES, ClientDisconnected, RequestError, receive_body, status_of
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.types import UNSET
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
@@ -388,7 +387,7 @@ class OtlpReceiver:
 
     async def _read(self, http: HttpRequest, content_type: str) -> Request:
         limit = self._max_body_bytes
-        body = await receive_body(http.headers, http.receive, limit, "send fewer spans at once")
+        body = await receive_body(http.receive, limit, "send fewer spans at once")
         coding = http.headers.get("content-encoding", "")
         if len(body) <= INLINE_BYTES:
             body, coding = await decompress(body, coding, limit), ""

@@ -41,7 +41,7 @@ from agentlightning.server.http import (
     error_response,
 )
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import MAX_BODY_BYTES
+from agentlightning.store.http.endpoint import MAX_BODY_BYTES
 from agentlightning.store.http.server import store_routes
 from agentlightning.transport.options import address_of
 

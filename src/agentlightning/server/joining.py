@@ -45,8 +45,7 @@ from agentlightning.errors import AgentLightningError, ConfigError, ConflictErro
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.local import UpdateGates
 from agentlightning.observability.metrics import counters, metric_of
-from agentlightning.store.http.encoding import MAX_BODY_BYTES, RequestError
-from agentlightning.store.http.endpoint import endpoint, read_body, respond
+from agentlightning.store.http.endpoint import MAX_BODY_BYTES, RequestError, endpoint, read_body, respond
 
 log = logging.getLogger(__name__)
 

@@ -32,11 +32,10 @@ sort by instead (None comes first), `sort_order` "desc" reverses the order; both
 `filter_logic` is "or", one matching filter is enough. No read waits for another server of the same database.
 """
 
-# `LightningStore(url)` opens a store, so type checkers must not treat the class as abstract.
+# `LightningStore(url)` opens a store, so the class is not abstract: its methods are signatures with promises.
 # pyright: reportReturnType=false
 from __future__ import annotations
 
-import abc
 import asyncio
 import functools
 import inspect
@@ -45,7 +44,7 @@ import pkgutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from agentlightning.resources import NamedResources, ResourcesUpdate
 from agentlightning.rollouts import (
@@ -60,7 +59,7 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import Span
 from agentlightning.store import validation
-from agentlightning.store.trajectory_query import TrajectoryQueries
+from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.store.types import (
     UNSET,
     FilterLogic,
@@ -76,14 +75,6 @@ from agentlightning.store.types import (
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
-
-    Method = TypeVar("Method")
-
-    def abstractmethod(method: Method) -> Method:
-        """For type checkers, methods are not abstract; at runtime they are."""
-        return method
-else:
-    from abc import abstractmethod
 
 
 DEFAULT_STORE: Final = ".agentlightning/store.db"
@@ -125,7 +116,7 @@ class _OpeningSignature:
         return inspect.Signature([url], return_annotation="LightningStore")
 
 
-class LightningStore(TrajectoryQueries, abc.ABC):
+class LightningStore:
     """A store of rollouts, attempts, spans and resources. The base class of every kind of store.
 
     `LightningStore(url)` opens a durable store embedded in this process. url: a path, `sqlite:///PATH`,
@@ -144,6 +135,8 @@ class LightningStore(TrajectoryQueries, abc.ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is not LightningStore:
+            if missing := [name for name in sorted(IMPLEMENTED) if getattr(cls, name) is getattr(LightningStore, name)]:
+                raise TypeError(f"{cls.__name__} is not a whole store: it has no {', '.join(missing)}")
             return super().__new__(cls)
         write_pending()
         named = store_url(args[0] if args else kwargs.get("url"))
@@ -155,7 +148,6 @@ class LightningStore(TrajectoryQueries, abc.ABC):
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def close(self) -> None:
         """Finish running calls and release all resources. Idempotent."""
 
@@ -163,14 +155,12 @@ class LightningStore(TrajectoryQueries, abc.ABC):
         """Raises StoreError if the store can neither be read nor written."""
         await self.get_worker("health")
 
-    @abstractmethod
     async def statistics(self) -> dict[str, int]:
         """Counts: rollouts by status (`rollouts.succeeded`, ...), `attempts`, `spans`, `resources`, `workers`, and
         `bytes`, the size of the database."""
 
     # -- rollouts: the queue ---------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def start_rollout(
         self,
         input: Any,
@@ -186,7 +176,6 @@ class LightningStore(TrajectoryQueries, abc.ABC):
     ) -> AttemptedRollout:
         """Create a rollout and claim it at once. It counts as open in its queue, whose limit does not apply."""
 
-    @abstractmethod
     async def enqueue_rollout(
         self,
         input: Any,
@@ -201,11 +190,9 @@ class LightningStore(TrajectoryQueries, abc.ABC):
     ) -> Rollout:
         """Queue a rollout. If the `rollout_id` exists already, the existing rollout is returned unchanged."""
 
-    @abstractmethod
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         """`enqueue_rollout` for each, in one transaction."""
 
-    @abstractmethod
     async def dequeue_rollout(
         self,
         worker_id: str | None = None,
@@ -217,7 +204,6 @@ class LightningStore(TrajectoryQueries, abc.ABC):
         """Claim the next waiting rollout (from `queues`; default: every queue that is not private) and start an
         attempt. Waits up to `timeout` seconds; returns None if there is none."""
 
-    @abstractmethod
     async def dequeue_many_rollouts(
         self,
         limit: int = 1,
@@ -230,24 +216,20 @@ class LightningStore(TrajectoryQueries, abc.ABC):
         """Claim up to `limit` waiting rollouts. Waits only while there is none at all. With the `claim_id` of an
         earlier call that claimed something, returns what that call claimed; the attempt ids derive from it."""
 
-    @abstractmethod
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None, *, claim_id: str | None = None
     ) -> AttemptedRollout:
         """Start another attempt of a rollout that has not succeeded (ConflictError); earlier ones are superseded."""
 
-    @abstractmethod
     async def requeue_rollout(self, rollout_id: str, reason: str) -> Rollout:
         """Queue a claimed, failed or cancelled rollout again; one that waits is returned unchanged. Its attempts are
         superseded, and an open one becomes `unresponsive` with `reason` as its error."""
 
-    @abstractmethod
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
         """Cancel a rollout unless it has finished; its attempts are superseded, an open one becomes `unresponsive`."""
 
     # -- rollouts: queries and changes -----------------------------------------------------------------------------
 
-    @abstractmethod
     async def query_rollouts(
         self,
         *,
@@ -266,7 +248,6 @@ class LightningStore(TrajectoryQueries, abc.ABC):
     ) -> list[Rollout]:
         """Rollouts that match every filter. limit -1: all. `after` is a rollout_id. `newest_first`: reversed."""
 
-    @abstractmethod
     async def count_rollouts(
         self,
         *,
@@ -279,11 +260,9 @@ class LightningStore(TrajectoryQueries, abc.ABC):
     ) -> int:
         """How many rollouts `query_rollouts` would return without a limit."""
 
-    @abstractmethod
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
         """None for an unknown id."""
 
-    @abstractmethod
     async def update_rollout(
         self,
         rollout_id: str,
@@ -298,7 +277,6 @@ class LightningStore(TrajectoryQueries, abc.ABC):
         """Change the given fields. `metadata` is replaced. A status set here also becomes that of the open attempt,
         and is not retried; only `dequeue_rollout` and `start_attempt` claim a rollout."""
 
-    @abstractmethod
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, minimum: int | None = None
     ) -> list[Rollout]:
@@ -307,7 +285,6 @@ class LightningStore(TrajectoryQueries, abc.ABC):
 
     # -- attempts --------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def query_attempts(
         self,
         rollout_id: str,
@@ -319,19 +296,15 @@ class LightningStore(TrajectoryQueries, abc.ABC):
     ) -> list[Attempt]:
         """In order of `sequence_id`."""
 
-    @abstractmethod
     async def get_attempt(self, attempt_id: str) -> Attempt | None:
         """Find an attempt by its id alone; its `rollout_id` is that of its rollout."""
 
-    @abstractmethod
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """None if the rollout has none yet."""
 
-    @abstractmethod
     async def get_latest_attempts(self, rollout_ids: Sequence[str]) -> list[Attempt]:
         """The latest attempt of each of these rollouts that has one, in no particular order."""
 
-    @abstractmethod
     async def update_attempt(
         self,
         rollout_id: str,
@@ -347,19 +320,15 @@ class LightningStore(TrajectoryQueries, abc.ABC):
 
     # -- spans -----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def add_span(self, span: Span) -> Span:
         """Store a span; returns it as stored, with its sequence number. A known span_id changes nothing."""
 
-    @abstractmethod
     async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
         """`add_span` for each, in one transaction, in order."""
 
-    @abstractmethod
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         """Reserve a sequence number, larger than every one assigned before in this attempt."""
 
-    @abstractmethod
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
         """`get_next_span_sequence_id` for each pair of ids, in one transaction, in order."""
 
@@ -372,7 +341,6 @@ class LightningStore(TrajectoryQueries, abc.ABC):
         span = to_span(readable_span, rollout_id, attempt_id)
         return await self.add_span(span if sequence_id is None else replace(span, sequence_id=sequence_id))
 
-    @abstractmethod
     async def query_spans(
         self,
         rollout_id: str,
@@ -397,11 +365,9 @@ class LightningStore(TrajectoryQueries, abc.ABC):
         """Spans of a rollout that match every filter, by (attempt, sequence_id). attempt_id "latest": only those of
         the latest attempt. `after` is a span_id. Without `tokens`, calls have only their numbers (`gen_ai.usage.*`)."""
 
-    @abstractmethod
     async def count_spans(self, rollout_id: str, attempt_id: str) -> int:
         """How many spans an attempt has ("latest": the latest), at a cost that does not grow with them; 0 if none."""
 
-    @abstractmethod
     async def newest_spans(self, limit: int = 100) -> list[Span]:
         """The spans of any rollouts that were stored last, the newest first. The cost grows with `limit` alone."""
 
@@ -416,30 +382,43 @@ class LightningStore(TrajectoryQueries, abc.ABC):
             for rollout_id, spans in zip(ids, lists, strict=True):
                 yield rollout_id, spans
 
+    def get_successful_trajectories(
+        self,
+        *,
+        threshold: float = 0.5,
+        best_of: int | None = None,
+        deduplicate: bool = True,
+        pass_rate: tuple[float, float] | None = None,
+        self_verified: bool = False,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> TrajectoryQuery:
+        """The rollouts to imitate, as the dataset of an algorithm, which reads them when it learns. The arguments are
+        the fields of `TrajectoryQuery`. Neither waits nor needs an event loop. Raises ConfigError for bounds that
+        cannot be met.
+
+        >>> agl.LightningStore(":memory:").get_successful_trajectories(threshold=0.9).threshold
+        0.9
+        """
+        return TrajectoryQuery(self, threshold, best_of, deduplicate, pass_rate, self_verified, reward_weights)
+
     # -- resources -------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def add_resources(self, resources: NamedResources, resources_id: str | None = None) -> ResourcesUpdate:
         """Publish a new version, which becomes the latest. A `resources_id` that exists is a ConflictError, unless the
         content is the same: then the existing version is returned."""
 
-    @abstractmethod
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
         """Replace the content of one version, which becomes the latest and keeps its creation time, or publish it."""
 
-    @abstractmethod
     async def delete_resources(self, resources_id: str) -> int:
         """Remove one version, readable or not; returns how many were removed. Rollouts that refer to it find none."""
 
-    @abstractmethod
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
         """None for an unknown id."""
 
-    @abstractmethod
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         """The version that was published last; None if there is none."""
 
-    @abstractmethod
     async def query_resources(
         self,
         *,
@@ -455,14 +434,12 @@ class LightningStore(TrajectoryQueries, abc.ABC):
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def update_worker(
         self, worker_id: str, stats: dict[str, Any] | None = None, *, lease_seconds: float | None = None
     ) -> Worker:
         """Record a heartbeat of a worker, which also counts for its open attempts. Without `lease_seconds`, the lease
         stays as it was. A lost worker is back with its next heartbeat."""
 
-    @abstractmethod
     async def get_worker(self, worker_id: str) -> Worker | None:
         """None for an unknown id."""
 
@@ -470,7 +447,6 @@ class LightningStore(TrajectoryQueries, abc.ABC):
         """`get_worker`, as 0.x calls it."""
         return await self.get_worker(worker_id)
 
-    @abstractmethod
     async def query_workers(
         self,
         *,
@@ -487,45 +463,43 @@ class LightningStore(TrajectoryQueries, abc.ABC):
 
     # -- queues ----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def update_queue(self, name: str, limit: int | None) -> Queue:
         """Set how many rollouts of a queue may be open at once (at least 0: paused); None lifts the limit."""
 
-    @abstractmethod
     async def query_queues(self) -> list[Queue]:
         """Every queue that was ever used or given a limit, by name."""
 
     # -- retention, export and import ------------------------------------------------------------------------------
 
-    @abstractmethod
     async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
         """Remove finished rollouts with their attempts and spans; returns how many. Unknown ids are skipped, an
         unfinished one is a ConflictError and nothing is removed."""
 
-    @abstractmethod
     async def prune(self, retention: Retention, dry_run: bool = False) -> Pruned:
         """Remove finished rollouts until what is left fits `retention`, in small transactions."""
 
-    @abstractmethod
     async def vacuum(self) -> None:
         """Free space on disk (PostgreSQL: reuse it), while others read and write."""
 
-    @abstractmethod
     async def read_records(self, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
         """These rollouts with their attempts and spans, in the order of `rollout_ids`."""
 
-    @abstractmethod
     async def add_records(self, records: Sequence[RolloutRecord]) -> int:
         """Add rollouts as another store recorded them, in one transaction; returns how many are new. A known id is
         skipped. An unfinished rollout waits again: its attempts are superseded, an open one becomes `unresponsive`."""
 
 
+METHODS: Final = tuple(name for name, value in vars(LightningStore).items() if inspect.iscoroutinefunction(value))
+"""The awaited methods of the contract."""
+IMPLEMENTED: Final = frozenset(METHODS) - {"check_health", "add_otel_span", "get_worker_by_id"}
+"""Those that each kind of store has of its own; the others build on them."""
+
+
 def implement(store: type[LightningStore], methods: Mapping[str, Callable[..., Any]]) -> None:
     """Give a class of stores these methods of the contract, by name. Type checkers and editors see the signatures of
     the contract."""
-    for name, method in methods.items():  # `updated`: it must not be abstract
-        setattr(store, name, functools.update_wrapper(method, getattr(LightningStore, name), updated=()))
-    abc.update_abstractmethods(store)
+    for name, method in methods.items():
+        setattr(store, name, functools.update_wrapper(method, getattr(LightningStore, name)))
 
 
 @functools.cache

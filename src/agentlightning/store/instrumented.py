@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from agentlightning.span import Span
-from agentlightning.store.base import LightningStoreBase, implement
+from agentlightning.store.base import METHODS, LightningStoreBase, implement
 from agentlightning.store.types import RolloutRecord
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ class CallRecord:
     """A finished call of a store. To be treated as immutable; freezing it would double the cost of recording."""
 
     method: str
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    arguments: dict[str, Any]
+    """By name: those that were given."""
     seconds: float
     result: Any = None
     error: BaseException | None = None
@@ -90,10 +90,13 @@ class _InstrumentedStore(LightningStoreBase):
 
 
 def _forward(name: str) -> Callable[..., Any]:
+    parameters = list(inspect.signature(getattr(LightningStoreBase, name)).parameters)[1:]
+
     async def method(self: _InstrumentedStore, *arguments: Any, **options: Any) -> Any:
         for observer in self.observers:
             observer.on_start(name)
-        start, call = time.perf_counter(), CallRecord(name, arguments, options, 0.0)
+        call = CallRecord(name, dict(zip(parameters, arguments, strict=False)) | options, 0.0)
+        start = time.perf_counter()
         try:
             new = await _new(self.store, *arguments, **options) if name == "add_records" else []
             call.result = result = await getattr(self.store, name)(*arguments, **options)
@@ -117,13 +120,6 @@ async def _new(store: LightningStoreBase, records: Sequence[RolloutRecord]) -> l
     return [span for record in records if record.rollout.rollout_id not in known for span in record.spans]
 
 
-METHODS: Final = tuple(
-    name
-    for name, value in vars(LightningStoreBase).items()
-    if inspect.iscoroutinefunction(value) and not name.startswith("_")
-)
-"""The awaited methods of the contract."""
-
 implement(_InstrumentedStore, {name: _forward(name) for name in METHODS})
 
 
@@ -134,12 +130,8 @@ def instrument(store: LightningStoreBase, observers: Sequence[Observer]) -> Ligh
 
 def ids_of(call: CallRecord) -> dict[str, str]:
     """The rollout, attempt, worker and queue among the arguments of a call; the first of several."""
-    found: dict[str, str] = {}
-    parameters = list(inspect.signature(getattr(LightningStoreBase, call.method)).parameters)[1:]
-    arguments = {**dict(zip(parameters, call.arguments, strict=False)), **call.options}
-    for name in ("rollout_id", "attempt_id", "worker_id", "queue"):
-        if isinstance(arguments.get(name), str):
-            found[name] = arguments[name]
+    arguments, names = call.arguments, ("rollout_id", "attempt_id", "worker_id", "queue")
+    found: dict[str, str] = {name: arguments[name] for name in names if isinstance(arguments.get(name), str)}
     spans: Any = arguments.get("spans") or ([arguments["span"]] if "span" in arguments else [])
     if spans and isinstance(spans[0], Span):
         found |= {"rollout_id": spans[0].rollout_id, "attempt_id": spans[0].attempt_id}

@@ -59,26 +59,3 @@ class TrajectoryQuery:
 
     def __bool__(self) -> bool:
         return True  # It is a query, whatever it finds.
-
-
-class TrajectoryQueries:
-    """What a store offers to algorithms that imitate."""
-
-    def get_successful_trajectories(
-        self,
-        *,
-        threshold: float = 0.5,
-        best_of: int | None = None,
-        deduplicate: bool = True,
-        pass_rate: tuple[float, float] | None = None,
-        self_verified: bool = False,
-        reward_weights: Mapping[str, float] | None = None,
-    ) -> TrajectoryQuery:
-        """The rollouts to imitate, as the dataset of an algorithm, which reads them when it learns. The arguments are
-        the fields of `TrajectoryQuery`. Neither waits nor needs an event loop. Raises ConfigError for bounds that
-        cannot be met.
-
-        >>> agl.LightningStore(":memory:").get_successful_trajectories(threshold=0.9).threshold
-        0.9
-        """
-        return TrajectoryQuery(self, threshold, best_of, deduplicate, pass_rate, self_verified, reward_weights)

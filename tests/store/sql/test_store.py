@@ -294,3 +294,11 @@ async def test_ids_of_the_caller_cost_no_more_the_more_there_are(tmp_path: Path)
         seconds.append(time.perf_counter() - start)
     assert seconds[1] < 30 * seconds[0]  # 64 times where each is looked for among all
     await store.close()
+
+
+def test_a_store_of_ones_own_that_lacks_a_method_says_which() -> None:
+    class Half(LightningStore):
+        async def close(self) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Half is not a whole store: it has no add_many_spans, .*, wait_for_rollouts"):
+        Half()

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from agentlightning.errors import ConfigError, ConflictError, DatasetError, NotFoundError
 from agentlightning.rollouts import RolloutMode, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.export.jsonl import Item, JsonlWriter, ResourcesRecord, Writer, read_items
-from agentlightning.store.paging import PageSizer
+from agentlightning.store.export.jsonl import Item, JsonlWriter, ResourcesRecord, read_items
+from agentlightning.store.paging import PageSizer, read_pages
 from agentlightning.store.types import RolloutRecord
+
+if TYPE_CHECKING:
+    from agentlightning.store.export.parquet import ParquetWriter
+
+    Writer = JsonlWriter | ParquetWriter
 
 T = TypeVar("T")
 
@@ -89,11 +95,11 @@ async def export_store(
     when it is complete. Raises ConfigError for another suffix or an existing file, MissingExtraError if Parquet needs
     pyarrow, ConflictError if the store is pruned meanwhile, OSError if the file cannot be written.
     """
-    target = _target(path, overwrite)
+    target = Path(path)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     filters: dict[str, Any] = {"status_in": status_in, "mode_in": mode_in, "queue_in": queue_in}
     try:
-        with closing(await _in_thread(_open_writer, part, _suffix(target))) as writer:
+        with closing(await _in_thread(_open_writer, target, part, overwrite)) as writer:
             resources, keys = await _export_resources(store, writer)
             rollouts, spans = await _export_rollouts(store, writer, filters, report)
             size = await _in_thread(_finish, writer, part, target)
@@ -102,21 +108,16 @@ async def export_store(
     return Exported(resources, rollouts, spans, size, keys)
 
 
-def _target(path: str | Path, overwrite: bool) -> Path:
-    target = Path(path)
-    _suffix(target)
+def _open_writer(target: Path, part: Path, overwrite: bool) -> Writer:
+    suffix = _suffix(target)
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} exists; use another name, or allow overwriting")
     target.parent.mkdir(parents=True, exist_ok=True)
-    return target
-
-
-def _open_writer(path: Path, suffix: str) -> Writer:
     if suffix == ".parquet":
         from agentlightning.store.export.parquet import ParquetWriter
 
-        return ParquetWriter(path)
-    return JsonlWriter(path, compress=suffix.endswith(".gz"))
+        return ParquetWriter(part)
+    return JsonlWriter(part, compress=suffix.endswith(".gz"))
 
 
 def _finish(writer: Writer, part: Path, target: Path) -> int:
@@ -148,23 +149,21 @@ async def _export_rollouts(
     total = await store.count_rollouts(**filters)
     sizer = PageSizer(BATCH_BYTES, BATCH_ROLLOUTS)
     rollouts = spans = 0
-    after: str | None = None
-    while True:
-        try:
-            page = await store.query_rollouts(**filters, after=after, limit=sizer.items)
-            records = await store.read_records([rollout.rollout_id for rollout in page]) if page else []
-        except NotFoundError as error:
-            raise ConflictError(
-                f"rollouts were removed during the export ({error}); export again while the store is not pruned"
-            ) from error
-        if not page:
-            return rollouts, spans
-        sizer.record(len(records), await _in_thread(writer.write, records))
-        after = page[-1].rollout_id
-        rollouts += len(records)
-        spans += sum(len(record.spans) for record in records)
-        if report is not None:
-            report(rollouts, max(total, rollouts))
+    try:
+        async for page in read_pages(store.query_rollouts, {**filters, "limit": -1}, "rollout_id", sizer):
+            if not page:
+                break
+            records = await store.read_records([rollout.rollout_id for rollout in page])
+            sizer.record(len(records), await _in_thread(writer.write, records))
+            rollouts += len(records)
+            spans += sum(len(record.spans) for record in records)
+            if report is not None:
+                report(rollouts, max(total, rollouts))
+    except NotFoundError as error:
+        raise ConflictError(
+            f"rollouts were removed during the export ({error}); export again while the store is not pruned"
+        ) from error
+    return rollouts, spans
 
 
 # -- import ----------------------------------------------------------------------------------------------------------
@@ -181,16 +180,19 @@ async def import_store(store: LightningStoreBase, path: str | Path, *, report: R
     done = Imported(0, 0, 0)
     source = Path(path)
     check_source(source)
-    with closing(read_items(source)) as items:
-        while True:
-            batch, error = await _in_thread(_next_batch, items)
-            done = await _add(store, batch, done)
-            if error is not None:
-                raise DatasetError(f"{error}. {_describe(done)}") from error
-            if not batch:
-                return done
-            if report is not None:
-                report(done.rollouts + done.known, None)
+    with closing(_batches(source)) as batches:
+        try:
+            while batch := await _in_thread(partial(next, batches, list[Item]())):
+                done = await _add(store, batch, done)
+                if report is not None:
+                    report(done.rollouts + done.known, None)
+        except DatasetError as error:
+            there = (
+                f"What comes before is in the store ({done.rollouts + done.known:,} rollouts); importing a complete "
+                "file adds the rest and repeats nothing"
+            )
+            raise DatasetError(f"{error}. {'Nothing was imported' if done == Imported(0, 0, 0) else there}") from error
+    return done
 
 
 def check_source(path: Path) -> None:
@@ -201,29 +203,23 @@ def check_source(path: Path) -> None:
         raise DatasetError(f"there is no file {str(path)!r}; give the path of an export")
 
 
-def _describe(done: Imported) -> str:
-    if done == Imported(0, 0, 0):
-        return "Nothing was imported"
-    return (
-        f"What comes before is in the store ({done.rollouts + done.known:,} rollouts); "
-        "importing a complete file adds the rest and repeats nothing"
-    )
-
-
-def _next_batch(items: Iterator[tuple[Item, int]]) -> tuple[list[Item], DatasetError | None]:
-    """(the next items, the error of the item after them)."""
+def _batches(path: Path) -> Generator[list[Item]]:
+    """The items of a file, those before a damaged one too."""
     batch: list[Item] = []
-    size = 0
+    size, damage = 0, None
     try:
-        while size < BATCH_BYTES and len(batch) < BATCH_ROLLOUTS:
-            item, bytes_of_item = next(items)
+        for item, bytes_of_item in read_items(path):
             batch.append(item)
             size += bytes_of_item
-    except StopIteration:
-        pass
+            if size >= BATCH_BYTES or len(batch) >= BATCH_ROLLOUTS:
+                yield batch
+                batch, size = [], 0
     except DatasetError as error:
-        return batch, error
-    return batch, None
+        damage = error
+    if batch:
+        yield batch
+    if damage is not None:
+        raise damage
 
 
 async def _add(store: LightningStoreBase, batch: Sequence[Item], done: Imported) -> Imported:

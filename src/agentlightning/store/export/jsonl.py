@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, Final, TypeVar, cast
 
 import msgspec
 import orjson
@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from agentlightning.errors import DatasetError
 from agentlightning.resources import NamedResources, named_resources
 from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutStatus
-from agentlightning.span import Span, SpanEvent
+from agentlightning.span import Span
 from agentlightning.store.types import RolloutRecord
 from agentlightning.util.json_values import dumps
 
@@ -62,24 +62,8 @@ Item = ResourcesRecord | RolloutRecord
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-class Writer(Protocol):
-    """Writes an export. Called from one thread at a time."""
-
-    def write(self, items: Sequence[Item]) -> int:
-        """Returns their approximate size in bytes."""
-        ...
-
-    def finish(self) -> None:
-        """Write the end, without which a reader knows that the file is truncated, and close the file."""
-        ...
-
-    def close(self) -> None:
-        """Close the file as it is. Idempotent."""
-        ...
-
-
 class JsonlWriter:
-    """Writes lines; see `Writer`."""
+    """Writes lines. Used from one thread at a time."""
 
     def __init__(self, path: Path, compress: bool) -> None:
         self._raw = path.open("wb")
@@ -90,14 +74,17 @@ class JsonlWriter:
         self._file.write(header_line())
 
     def write(self, items: Sequence[Item]) -> int:
+        """Returns their approximate size in bytes."""
         self._counts.update(map(type, items))
         return sum(self._file.write(item_line(item)) for item in items)
 
     def finish(self) -> None:
+        """Write the end, without which a reader knows that the file is truncated, and close the file."""
         self._file.write(end_line(self._counts[ResourcesRecord], self._counts[RolloutRecord]))
         self.close()
 
     def close(self) -> None:
+        """Close the file as it is. Idempotent."""
         self._file.close()
         self._raw.close()
 
@@ -150,10 +137,6 @@ class ResourcesLine(Struct, tag_field="type", tag="resources", forbid_unknown_fi
     resources: dict[str, Any]
 
 
-class EventShape(SpanEvent, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
 class AttemptShape(Attempt, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout_id: str = ""
     status: AttemptStatus
@@ -163,7 +146,6 @@ class SpanShape(Span, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout_id: str = ""
     span_id: str
     sequence_id: int
-    events: tuple[EventShape, ...] = ()
 
 
 class RolloutLine(Rollout, frozen=True, kw_only=True, tag_field="type", tag="rollout", forbid_unknown_fields=True):
@@ -246,7 +228,9 @@ def _read_line(path: Path, number: int, line: bytes) -> Item | HeaderLine | EndL
     except (msgspec.MsgspecError, ValidationError, UnicodeDecodeError) as error:
         if not line.endswith(b"\n"):
             raise _truncated(path, number) from error
-        raise DatasetError(f"line {number} of {path}: {_explain(error)}") from error
+        first = error.errors()[0] if isinstance(error, ValidationError) else {}
+        told = f"{first['msg']} - at `{'.'.join(map(str, first['loc']))}`" if first else error
+        raise DatasetError(f"line {number} of {path}: {told}") from error
     if isinstance(found, HeaderLine) and found.version != VERSION:
         raise DatasetError(
             f"{path} is an export of version {found.version}, and this release reads version {VERSION}; import it with"
@@ -256,24 +240,12 @@ def _read_line(path: Path, number: int, line: bytes) -> Item | HeaderLine | EndL
 
 
 def _record_of(line: RolloutLine) -> RolloutRecord:
-    owner, config = {"rollout_id": line.rollout_id}, RolloutConfig.model_validate(line.config)
-    attempts = [_value(Attempt, each, owner) for each in line.attempts]
-    spans = [
-        _value(Span, each, {**owner, "events": tuple([_value(SpanEvent, event, {}) for event in each.events])})
-        for each in line.spans
-    ]
-    return RolloutRecord(_value(Rollout, line, {"config": config}), tuple(attempts), tuple(spans))
+    rollout = _value(Rollout, line, config=RolloutConfig.model_validate(line.config))
+    attempts = [_value(Attempt, each, rollout_id=line.rollout_id) for each in line.attempts]
+    spans = [_value(Span, each, rollout_id=line.rollout_id) for each in line.spans]
+    return RolloutRecord(rollout, tuple(attempts), tuple(spans))
 
 
-def _value(kind: type[T], shape: Any, changes: dict[str, Any]) -> T:
+def _value(kind: type[T], shape: Struct, **changes: Any) -> T:
     """The value of this kind that a shape stands for."""
-    fields = {each.name: getattr(shape, each.name) for each in structs.fields(kind)}
-    return kind(**{**fields, **changes})
-
-
-def _explain(error: Exception) -> str:
-    """The first line of an error."""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{first['msg']} - at `{'.'.join(map(str, first['loc']))}`"
-    return str(error)
+    return kind(**{name: changes.get(name, getattr(shape, name)) for name in kind.__struct_fields__})

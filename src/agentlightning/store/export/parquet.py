@@ -67,7 +67,7 @@ SCHEMA: Final = pyarrow.schema(
 
 
 class ParquetWriter:
-    """Writes rows; see `jsonl.Writer`."""
+    """Writes rows; see `jsonl.JsonlWriter`."""
 
     def __init__(self, path: Path) -> None:
         self._file = pyarrow.parquet.ParquetWriter(path, SCHEMA, compression="zstd")

@@ -12,7 +12,6 @@ its `claim_id`, and a call that is not idempotent by nature carries a key under 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -34,28 +33,18 @@ from agentlightning.attempt_variables import PATIENCE_SECONDS
 from agentlightning.errors import AgentLightningError, ConfigError, StoreClosedError, StoreError, StoreServerError
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import EnqueueRolloutRequest, Rollout
-from agentlightning.span import LOGPROBS, Span
+from agentlightning.span import Span
 from agentlightning.store import validation
 from agentlightning.store.base import LightningStoreBase, implement, store_url
-from agentlightning.store.http.encoding import (
-    BASE_PATH,
-    PROTOCOL_HEADER,
-    PROTOCOL_VERSION,
-    ErrorBody,
-    Refusal,
-    check_resources,
-    decode_unknown,
-    error_from,
-    version,
-)
-from agentlightning.store.http.operations import CURSORS, METHODS, SENDS_KEY, SLOW, hints_of, parameters_of
+from agentlightning.store.http import operations
+from agentlightning.store.http.endpoint import BASE_PATH, ErrorBody, Refusal, error_from
+from agentlightning.store.http.operations import PROTOCOL_HEADER, PROTOCOL_VERSION, hints_of, version
 from agentlightning.store.ids import claimed_id, new_hex, new_id
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
 from agentlightning.store.types import UNSET
 from agentlightning.transport import Transport, TransportError
 from agentlightning.transport.options import ConnectOptions
-from agentlightning.util.json_values import loads
 from agentlightning.util.random_ids import random_uniform
 
 MAX_CALLS_PER_REQUEST: Final = 256
@@ -116,10 +105,11 @@ def _call_body(method: str, arguments: Mapping[str, Any]) -> bytes:
     given: dict[str, Any] = {}
     for name, value in arguments.items():
         if value is not UNSET:
-            whole = named_resources.dump_python(check_resources(value), mode="json") if name == "resources" else value
-            given[name] = orjson.Fragment(validation.to_json(whole, name, default=_plain))
+            if name == "resources":
+                value = named_resources.dump_python(operations.check_resources(value), mode="json")
+            given[name] = orjson.Fragment(validation.to_json(value, name, default=_plain))
     call: dict[str, Any] = {"method": method, "arguments": given}
-    if method in SENDS_KEY or (method == "update_attempt" and "metadata" in given):
+    if method in operations.SENDS_KEY or (method == "update_attempt" and "metadata" in given):
         call["key"] = new_hex() + new_hex()
     return orjson.dumps(call)
 
@@ -132,7 +122,7 @@ def _result_decoder(method: str) -> Callable[[bytes | Raw], Any]:
         return lambda data: adapter.validate_json(bytes(data))
     # A span that was stored as sent is represented by its sequence_id.
     kind = {"add_span": int | Span, "add_many_spans": list[int | Span]}.get(method, kind)
-    return msgspec.json.Decoder(kind, dec_hook=decode_unknown).decode
+    return msgspec.json.Decoder(kind, dec_hook=operations.decode_unknown).decode
 
 
 # -- the client ------------------------------------------------------------------------------------------------------
@@ -217,7 +207,7 @@ class LightningStoreClient(LightningStoreBase):
 
     async def _answer(self, method: str, arguments: Mapping[str, Any], seconds: float = 0.0) -> Raw:
         transport, body = self._transport(), _call_body(method, arguments)
-        if method in SLOW:
+        if method in operations.SLOW:
             seconds = SLOW_CALL_SECONDS
         return await transport.call(body, seconds)
 
@@ -233,7 +223,9 @@ class LightningStoreClient(LightningStoreBase):
             sizer.record(len(items), len(memoryview(answer)))
             return items
 
-        return [item async for items in read_pages(read, arguments, CURSORS[method], sizer) for item in items]
+        return [
+            item async for items in read_pages(read, arguments, operations.CURSORS[method], sizer) for item in items
+        ]
 
     async def _wait(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Make a call that waits again and again, until it has its result or its time is over."""
@@ -302,21 +294,19 @@ def _check(url: str, token: str | None, timeout: float, patience: float) -> None
 
 
 def _forwarder(name: str) -> Callable[..., Any]:
-    bind = inspect.Signature(list(parameters_of(name).values())).bind
+    bind = inspect.Signature(list(operations.parameters_of(name).values())).bind
     ids = GENERATED_IDS.get(name, {})
-    send = getattr(
-        LightningStoreClient, "_read_list" if name in CURSORS else "_wait" if name in WAITING_CALLS else "_call"
-    )
+    send = "_read_list" if name in operations.CURSORS else "_wait" if name in WAITING_CALLS else "_call"
 
     async def forward(self: LightningStoreClient, *positional: Any, **keywords: Any) -> Any:
         arguments = bind(*positional, **keywords).arguments
         arguments |= {argument: new_id(kind) for argument, kind in ids.items() if arguments.get(argument) is None}
-        return await send(self, name, arguments)
+        return await getattr(self, send)(name, arguments)
 
     return forward
 
 
-_FORWARDED: Final = [name for name in METHODS if name not in vars(LightningStoreClient)]
+_FORWARDED: Final = [name for name in operations.METHODS if name not in vars(LightningStoreClient)]
 implement(LightningStoreClient, {name: _forwarder(name) for name in _FORWARDED})
 
 
@@ -329,8 +319,6 @@ def _is_complete(result: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _with_id(span: Span) -> Span:
-    if LOGPROBS in span.attributes:
-        validation.to_json(span.attributes[LOGPROBS], LOGPROBS)  # names the place of one that is not finite
     return span if span.span_id else structs.replace(span, span_id=new_hex())
 
 
@@ -354,6 +342,15 @@ _decode_results = msgspec.json.Decoder(_Results).decode
 _decode_error = msgspec.json.Decoder(Refusal).decode
 
 
+class _Health(Struct):
+    status: Any
+    version: str = "0.x"
+    protocol: int = 0
+
+
+_decode_health = msgspec.json.Decoder(_Health).decode
+
+
 class _RetryableError(Exception):
     """A failure that a retry may fix."""
 
@@ -375,15 +372,14 @@ class LoopTransport:
         self._client = client
         self._loop = loop
         self._queue: deque[PendingCall] = deque()
-        self._requests_in_flight = 0
-        self._flush_scheduled = False
+        self._senders = 0
         self._pool: Transport | None = None
         self._pool_closer: AsyncGenerator[None] | None = None
         headers = {"content-type": "application/json", **PROTOCOL_HEADER}
         if client.token is not None:
             headers["authorization"] = f"Bearer {client.token}"
         self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed: StoreClosedError | None = None
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -397,28 +393,31 @@ class LoopTransport:
             call.future.add_done_callback(lambda _: sending.cancel())  # its caller may have been cancelled
             return call.future
         self._queue.append(call)
-        if not self._flush_scheduled and self._requests_in_flight < MAX_REQUESTS_IN_FLIGHT:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
+        if len(self._queue) == 1:
+            self._add_sender()
         return call.future
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a background task, which is cancelled when the transport is closed."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        while self._queue and self._requests_in_flight < MAX_REQUESTS_IN_FLIGHT:
-            if batch := self._next_batch():
-                self._requests_in_flight += 1
-                self._start(self._send(batch)).add_done_callback(self._on_sent)
+    def _add_sender(self) -> None:
+        if self._senders < MAX_REQUESTS_IN_FLIGHT:
+            self._senders += 1
+            self._start(self._send_queued())
 
-    def _on_sent(self, _: asyncio.Task[Any]) -> None:
-        self._requests_in_flight -= 1
-        self._flush()
+    async def _send_queued(self) -> None:
+        """Send what is queued, batch by batch; what does not fit into the batch is left to another sender."""
+        try:
+            while batch := self._next_batch():
+                if self._queue:
+                    self._add_sender()
+                await self._send(batch)
+        finally:
+            self._senders -= 1
 
     def _next_batch(self) -> list[PendingCall]:
         batch: list[PendingCall] = []
@@ -450,9 +449,10 @@ class LoopTransport:
         except asyncio.CancelledError:
             _fail(batch, self._closed)
             raise
-        except Exception as error:
-            _fail(batch, StoreServerError(f"the request to {self._client.url} failed: {error!r}"))
-            raise
+        except Exception as error:  # noqa: BLE001  whatever it is, its callers get it
+            failure = StoreServerError(f"the request to {self._client.url} failed: {error!r}")
+            failure.__cause__ = error
+            _fail(batch, failure)
 
     def _fail_expired(self, batch: Sequence[PendingCall], reason: str) -> None:
         """Fail the calls that may not be retried any more."""
@@ -472,10 +472,11 @@ class LoopTransport:
         _RetryableError for the calls that have no result then."""
         body = b'{"calls":[' + b",".join([call.body for call in batch]) + b"]}"
         status, headers, content = await self._request("POST", "/calls", body, self._client.timeout + seconds)
-        if status == 200 and PROTOCOL_HEADER.items() <= headers.items():
+        url, ours = self._client.url, PROTOCOL_HEADER.items() <= headers.items()
+        if ours and status == 200:
             return self._deliver(batch, _decode_results(content).results)
-        url, error = self._client.url, _error_in(content)
-        if PROTOCOL_HEADER.items() <= headers.items():
+        error = _error_in(content)
+        if ours:
             raise error_from(ErrorBody(error.type, f"{url}: {error.message}"))
         await self._check_server()
         raise StoreServerError(f"{url} responded with status {status}: {error.message}")
@@ -496,21 +497,17 @@ class LoopTransport:
         if status >= 500 and PROTOCOL_HEADER.items() <= headers.items():
             return  # a store that is not healthy
         url = self._client.url
-        health: Any = None
-        if status == 200:
-            with contextlib.suppress(orjson.JSONDecodeError):
-                health = loads(content)
-        if not isinstance(health, dict) or "status" not in health:
+        try:
+            server = _decode_health(content if status == 200 else b"")
+        except msgspec.MsgspecError:
             kind = headers.get("content-type", "no content type")
             raise StoreServerError(
                 f"the server at {url} is not a store of Agent Lightning (status {status}, {kind}); check the address"
-            )
-        server = cast("dict[str, Any]", health)
-        protocol = server.get("protocol", 0)
-        if protocol != PROTOCOL_VERSION:
-            older, newer = ("server", "client") if protocol < PROTOCOL_VERSION else ("client", "server")
+            ) from None
+        if server.protocol != PROTOCOL_VERSION:
+            older, newer = ("server", "client") if server.protocol < PROTOCOL_VERSION else ("client", "server")
             raise StoreServerError(
-                f"the store at {url} is Agent Lightning {server.get('version', '0.x')} (protocol {protocol}), "
+                f"the store at {url} is Agent Lightning {server.version} (protocol {server.protocol}), "
                 f"this client is {version()} (protocol {PROTOCOL_VERSION}); "
                 f"upgrade the {older}, or use the {newer} of the same version"
             )
@@ -543,11 +540,10 @@ class LoopTransport:
         self._closed = error
         _fail(self._queue, error)
         self._queue.clear()
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         if self._pool is not None:
             await self._pool.close()
 

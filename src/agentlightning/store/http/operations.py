@@ -1,42 +1,340 @@
-"""The table of operations: which verb and path call which method of the store contract.
+"""The REST API of the store: the shapes of what travels as JSON, and the table of operations, which verb and path call
+which method of the store contract.
 
-The types of requests and responses follow from the signatures of the contract (base.py). The routes, the methods of
-the client and the OpenAPI 3.1 document are generated from this table. Paths and names are those of the 0.x REST API
-where it has them. A batch (server.py) holds calls of the same methods, with the arguments as the contract has them.
+Most shapes are the types of the contract themselves (base.py). Where the published 0.x API has another shape (spans,
+workers, resources), it is defined here once. Bodies are decoded with msgspec, which checks the types while it parses: a
+body of the wrong shape is rejected whole.
+
+The types of requests and responses follow from the signatures of the contract. The routes, the methods of the client
+and the OpenAPI 3.1 document are generated from the table. Paths and names are those of the 0.x REST API where it has
+them. A batch (server.py) holds calls of the same methods, with the arguments as the contract has them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
 import inspect
 import json
 import re
+import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Annotated, Any, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+import orjson
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, structs
+from pydantic import BaseModel, ValidationError
 
-from agentlightning.resources import LLM, PromptTemplate, ProxyLLM
-from agentlightning.rollouts import RolloutConfig
+from agentlightning.errors import ConfigError
+from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate, named_resources
+from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
+from agentlightning.span import Span, SpanEvent
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import (
-    BASE_PATH,
-    BODIES,
-    INPUTS,
-    Integer,
-    Refusal,
-    Resources,
-    RolloutBody,
-    UpdateWorkerRequest,
-    arguments_of,
-    decoder,
-    from_wire,
-    version,
-)
-from agentlightning.store.types import Unset
+from agentlightning.store.http.endpoint import BASE_PATH, Refusal, decode_error
+from agentlightning.store.types import RolloutRecord, Unset, Worker
+from agentlightning.tracing import conventions
+
+PROTOCOL_VERSION: Final = 1
+"""Version of `POST /v1/agl/calls`; server and client must have the same."""
+PROTOCOL_HEADER: Final = {"agl-protocol": str(PROTOCOL_VERSION)}
+
+Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""An integer that the database can hold."""
+
+
+def version() -> str:
+    """The version of the installed package."""
+    return importlib.metadata.version("agentlightning")
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+class Resources(dict[str, Any]):
+    """A body of named resources: LLM and PromptTemplate by name."""
+
+
+class SpanStatus(Struct, frozen=True):
+    status_code: Literal["UNSET", "OK", "ERROR"] = "UNSET"
+    description: str | None = None
+
+
+class SpanContext(Struct, frozen=True):
+    trace_id: str
+    span_id: str
+    is_remote: bool = False
+    trace_state: dict[str, str] = {}
+
+
+class EventBody(Struct):
+    name: str
+    attributes: dict[str, Any] | None = None
+    timestamp: float | None = None
+
+
+class LinkBody(Struct):
+    context: SpanContext
+    attributes: dict[str, Any] | None = None
+
+
+class SpanResource(Struct, frozen=True):
+    attributes: dict[str, Any] = {}
+    schema_url: str = ""
+
+
+class SpanBody(Struct, kw_only=True):
+    """A span in the 0.x shape. `trace_id`, `span_id` and `parent_id` take precedence over `context` and `parent`."""
+
+    rollout_id: str
+    attempt_id: str
+    sequence_id: Integer = 0
+    trace_id: str = ""
+    span_id: str = ""
+    parent_id: str | None = None
+    name: str
+    status: SpanStatus = SpanStatus()
+    attributes: dict[str, Any] = {}
+    events: list[EventBody] = []
+    links: list[LinkBody] = []
+    start_time: float | None = None
+    end_time: float | None = None
+    context: SpanContext | None = None
+    parent: SpanContext | None = None
+    resource: SpanResource = SpanResource()
+
+
+class WorkerBody(Struct, kw_only=True):
+    """A worker in the 0.x shape, where a lost worker has status `unknown`; `lost` is our addition."""
+
+    worker_id: str
+    status: Literal["idle", "busy", "unknown"]
+    lost: bool
+    heartbeat_stats: dict[str, Any]
+    last_heartbeat_time: float | None
+    current_rollout_id: str | None
+    current_attempt_id: str | None
+    open_attempts: int
+    lease_seconds: float | None
+    last_error: dict[str, Any] | None
+
+
+class UpdateWorkerRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    stats: dict[str, Any] | UnsetType = msgspec.field(default=UNSET, name="heartbeat_stats")
+    lease_seconds: float | UnsetType | None = UNSET
+
+
+class ResourcesBody(Struct):
+    resources_id: str
+    version: int
+    create_time: float
+    update_time: float
+    resources: Resources
+
+
+class RolloutBody(Rollout, frozen=True, kw_only=True):
+    """A rollout in a list. `attempt` is its latest attempt, left out if it has none."""
+
+    attempt: Attempt | UnsetType = UNSET
+
+
+class RecordBody(Struct):
+    rollout: Rollout
+    attempts: list[Attempt] = []
+    spans: list[SpanBody] = []
+
+
+# -- conversion ------------------------------------------------------------------------------------------------------
+
+
+_STARTED: Final = time.monotonic()
+
+
+def span_body(span: Span) -> SpanBody:
+    fields = structs.asdict(span)
+    fields["status"] = SpanStatus(fields.pop("status_code"), fields.pop("status_message"))
+    fields["events"] = [EventBody(event.name, event.attributes, event.timestamp) for event in span.events]
+    fields["links"] = [*map(_link_body, conventions.links_of(span.attributes))]
+    fields["context"] = _context(span.trace_id, span.span_id, span.attributes.get(conventions.TRACE_STATE))
+    fields["parent"] = SpanContext(span.trace_id, span.parent_id) if span.parent_id else None
+    fields["resource"] = SpanResource(span.resource)
+    return SpanBody(**fields)
+
+
+def span_of(body: SpanBody) -> Span:
+    fields = structs.asdict(body)
+    status, context, parent, links = [fields.pop(name) for name in ("status", "context", "parent", "links")]
+    start = fields["start_time"] = time.time() if body.start_time is None else body.start_time
+    if context is not None:
+        fields["trace_id"] = body.trace_id or context.trace_id
+        fields["span_id"] = body.span_id or context.span_id
+    if parent is not None:
+        fields["parent_id"] = body.parent_id or parent.span_id
+    conventions.add_extra_fields(body.attributes, state=_state_of(context), links=[*map(_link_of, links)])
+    fields["events"] = tuple(
+        [
+            SpanEvent(event.name, start if event.timestamp is None else event.timestamp, event.attributes or {})
+            for event in body.events
+        ]
+    )
+    fields["resource"] = body.resource.attributes
+    return Span(**fields, status_code=status.status_code, status_message=status.description)
+
+
+def _link_of(body: LinkBody) -> dict[str, Any]:
+    """A link as an attribute of its span holds it."""
+    context, state = body.context, _state_of(body.context)
+    found = {"trace_id": context.trace_id, "span_id": context.span_id, "attributes": body.attributes or {}}
+    return found | {"trace_state": state} if state else found
+
+
+def _link_body(link: Mapping[str, Any]) -> LinkBody:
+    return LinkBody(_context(link["trace_id"], link["span_id"], link["trace_state"]), link["attributes"])
+
+
+def _state_of(context: SpanContext | None) -> str:
+    return ",".join(f"{key}={value}" for key, value in context.trace_state.items()) if context else ""
+
+
+def _context(trace_id: str, span_id: str, state: Any) -> SpanContext:
+    """state: as in the W3C header."""
+    entries = dict(each.strip().split("=", 1) for each in str(state).split(",") if "=" in each)
+    return SpanContext(trace_id, span_id, trace_state=entries)
+
+
+def _complete(span: Span) -> Span:
+    """The span with our attributes added where it uses other conventions, such as those of 0.x for rewards."""
+    name = conventions.complete(span.name, span.attributes, span.events)
+    return span if name == span.name else structs.replace(span, name=name)
+
+
+def statistics_body(counts: Mapping[str, int]) -> dict[str, int | float | str]:
+    """The counts, with what 0.x clients expect: a name, the totals and the uptime of the server in seconds."""
+    names = ("attempts", "spans", "resources", "workers")
+    totals = {f"total_{name}": counts[name] for name in names if name in counts}
+    rollouts = sum(number for name, number in counts.items() if name.startswith("rollouts."))
+    uptime = time.monotonic() - _STARTED
+    return {**counts, "total_rollouts": rollouts, **totals, "name": "LightningStore", "uptime": uptime}
+
+
+def worker_body(worker: Worker) -> WorkerBody:
+    fields = dataclasses.asdict(worker)
+    fields["heartbeat_stats"] = fields.pop("stats")
+    fields["status"] = "unknown" if worker.status == "lost" else worker.status
+    return WorkerBody(lost=worker.status == "lost", **fields)
+
+
+def resources_body(update: ResourcesUpdate) -> ResourcesBody:
+    created, updated = update.create_time, update.update_time
+    changed = created if updated is None else updated
+    return ResourcesBody(update.resources_id, update.version, created, changed, Resources(update.resources))
+
+
+def record_body(record: RolloutRecord) -> RecordBody:
+    return RecordBody(record.rollout, list(record.attempts), [*map(span_body, record.spans)])
+
+
+INPUTS: Final[dict[Any, Any]] = {NamedResources: Resources, int: Integer}
+"""Types of arguments that are decoded as another shape, in the REST API and in batches."""
+BODIES: Final[dict[Any, Any]] = {
+    **INPUTS,
+    dict[str, int]: dict[str, int | float | str],
+    Span: SpanBody,
+    Worker: WorkerBody,
+    ResourcesUpdate: ResourcesBody,
+    RolloutRecord: RecordBody,
+}
+"""Types of the contract that have another shape in the REST API."""
+_TO_REST: Final[dict[Any, Callable[[Any], Any]]] = {
+    dict: statistics_body,
+    Span: span_body,
+    Worker: worker_body,
+    ResourcesUpdate: resources_body,
+    RolloutRecord: record_body,
+}
+_FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
+    SpanBody: lambda body: _complete(span_of(body)),
+    RecordBody: lambda body: RolloutRecord(body.rollout, tuple(body.attempts), tuple(map(span_of, body.spans))),
+}
+
+
+def _convert(conversions: Mapping[Any, Callable[[Any], Any]], value: Any) -> Any:
+    """Convert a value, or each item of a list, all of which have the same type."""
+    if isinstance(value, list):
+        items: list[Any] = value
+        return [*map(conversions.get(type(items[0]), _same), items)] if items else items
+    return conversions.get(type(value), _same)(value)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+from_wire: Final = partial(_convert, _FROM_WIRE)
+"""Converts a decoded argument to the type that the contract takes."""
+to_rest: Final = partial(_convert, _TO_REST)
+"""Converts a result of the contract to its shape in the REST API."""
+
+
+def arguments_of(request: Struct) -> dict[str, Any]:
+    """The arguments of a method in a decoded request, without those that were not given, as the contract takes them."""
+    given = {name: getattr(request, name) for name in request.__struct_fields__}
+    return {name: from_wire(value) for name, value in given.items() if value is not UNSET}
+
+
+# -- decoding and encoding -------------------------------------------------------------------------------------------
+
+
+def _encode_unknown(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    raise NotImplementedError(f"{type(value).__name__} has no JSON form")
+
+
+encode: Final = msgspec.json.Encoder(enc_hook=_encode_unknown).encode
+
+
+def decode_unknown(kind: type, value: Any) -> Any:
+    """msgspec's hook for types that it cannot decode itself."""
+    if kind is RolloutConfig:
+        return _decode_config(orjson.dumps(value))
+    if kind is Resources:
+        return Resources(check_resources(value, strict=True))
+    raise NotImplementedError(f"{kind} cannot be read")
+
+
+@lru_cache(maxsize=256)
+def _decode_config(text: bytes) -> RolloutConfig:
+    try:
+        return RolloutConfig.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ConfigError(f"this is not the configuration of a rollout: {error}") from None
+
+
+def check_resources(value: Any, strict: bool = False) -> NamedResources:
+    try:
+        return named_resources.validate_python(value, strict=strict)
+    except ValidationError as error:
+        raise ConfigError(f"resources must be a dict of LLM and PromptTemplate by name: {error}") from None
+
+
+def decoder(kind: Any) -> Callable[[bytes | Raw], Any]:
+    """A function that decodes JSON of this type. It raises RequestError, which says what is wrong and where."""
+    read = msgspec.json.Decoder(kind, dec_hook=decode_unknown).decode
+
+    def decode(data: bytes | Raw) -> Any:
+        try:
+            return read(data)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, ConfigError) as error:
+            raise decode_error(error, bytes(data)) from None
+
+    return decode
+
+
+# -- the table of operations -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -72,12 +370,9 @@ class Operation:
     @cached_property
     def request(self) -> type[Struct]:
         """The type of the parameters that are neither in the path nor the whole body."""
-        if self.request_type is not None:
-            return self.request_type
-        names = [name for name in parameters_of(self.method) if name not in (*self.path_names, self.list_parameter)]
-        if self.body_parameter is not None:
-            names = list(self.query_parameters)
-        return _request_type(self.method, names, paged=self.cursor is not None)
+        others = [name for name in parameters_of(self.method) if name not in (*self.path_names, self.list_parameter)]
+        names = others if self.body_parameter is None else self.query_parameters
+        return self.request_type or _request_type(self.method, names, BODIES)
 
     @cached_property
     def in_query(self) -> bool:
@@ -88,13 +383,13 @@ class Operation:
     def body(self) -> Any:
         """The type of the body; None if the request has none."""
         if self.body_parameter is not None:
-            return _shape(hints_of(self.method)[self.body_parameter], rest=True)
+            return _shape(hints_of(self.method)[self.body_parameter], BODIES)
         return None if self.in_query or not self.request.__struct_fields__ else self.request
 
     @cached_property
     def empty_is_allowed(self) -> bool:
         """Whether a request without a body is valid."""
-        required = any(field.required for field in msgspec.structs.fields(self.request))
+        required = any(field.required for field in structs.fields(self.request))
         return self.body is None or (self.body_parameter is None and not required)
 
     @cached_property
@@ -113,7 +408,7 @@ class Operation:
     @cached_property
     def response(self) -> Any:
         """The type of the response body."""
-        result = _shape(hints_of(self.method)["return"], rest=True)
+        result = _shape(hints_of(self.method)["return"], BODIES)
         if self.with_attempts:
             result = list[RolloutBody] if self.cursor else RolloutBody
         if self.cursor:
@@ -152,12 +447,13 @@ _PAGE: Final[Mapping[str, tuple[Any, int]]] = {
 }
 
 
-def _request_type(method: str, names: Sequence[str], paged: bool = False, rest: bool = True) -> type[Struct]:
+def _request_type(method: str, names: Iterable[str], shapes: Mapping[Any, Any]) -> type[Struct]:
     """A type of these parameters. One that is not given has the default of the contract."""
     hints, parameters = hints_of(method), parameters_of(method)
+    paged = shapes is BODIES and "offset" in parameters
     fields: list[Any] = []
     for name in sorted(names, key=_PAGE.__contains__):
-        shape = _shape(hints[name], rest)
+        shape = _shape(hints[name], shapes)
         if paged and name in _PAGE:
             fields.append((name, *_PAGE[name]))
         elif parameters[name].default is inspect.Parameter.empty:
@@ -167,19 +463,16 @@ def _request_type(method: str, names: Sequence[str], paged: bool = False, rest: 
     return msgspec.defstruct(f"{_camel(method)}Request", fields, kw_only=True, forbid_unknown_fields=True)
 
 
-def _shape(kind: Any, rest: bool) -> Any:
+def _shape(kind: Any, shapes: Mapping[Any, Any]) -> Any:
     """The type that msgspec decodes for a type of the contract."""
-    known = INPUTS | BODIES if rest else INPUTS
-    if kind in known:
-        return known[kind]
-    if kind is int:
-        return Integer
+    if kind in shapes:
+        return shapes[kind]
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _union([_shape(each, rest) for each in inner if each is not Unset])
+        return _union([_shape(each, shapes) for each in inner if each is not Unset])
     if origin in (None, dict, Literal):
         return kind
-    return list[_shape(inner[0], rest)]  # a Sequence or a list
+    return list[_shape(inner[0], shapes)]  # a Sequence or a list
 
 
 def _union(kinds: Sequence[Any]) -> Any:
@@ -290,7 +583,7 @@ ACCEPTS_KEY: Final = SENDS_KEY | {
 
 def _call_type(method: str) -> type[Struct]:
     fields: list[Any] = [
-        ("arguments", _request_type(method, list(parameters_of(method)), rest=False)),
+        ("arguments", _request_type(method, parameters_of(method), INPUTS)),
         ("key", str | None, None),
     ]
     return msgspec.defstruct(f"{_camel(method)}Call", fields, tag_field="method", tag=method, kw_only=True)
@@ -383,9 +676,8 @@ def _operation(operation: Operation, schemas: Mapping[str, Any]) -> dict[str, An
 
 def operation_id(operation: Operation) -> str:
     """The name of the method; with the verb for further operations of the same method."""
-    same = [each for each in OPERATIONS if each.method == operation.method]
-    first = same[0] is operation
-    return operation.method if first else f"{operation.method}_{operation.verb.lower()}"
+    first = next(each for each in OPERATIONS if each.method == operation.method)
+    return operation.method if operation is first else f"{operation.method}_{operation.verb.lower()}"
 
 
 def describe(method: str) -> tuple[str, str]:
@@ -398,14 +690,13 @@ def describe(method: str) -> tuple[str, str]:
 def _parameters(operation: Operation) -> list[dict[str, Any]]:
     text = {"type": "string", "minLength": 1}
     parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in operation.path_names]
-    fields = msgspec.structs.fields(operation.request) if operation.in_query else ()
-    if fields:
-        (_,), components = msgspec.json.schema_components([operation.request], schema_hook=_schema, ref_template=_REF)
-        properties = components[operation.request.__name__]["properties"]
+    if operation.in_query:
+        _, components = msgspec.json.schema_components([operation.request], schema_hook=_schema, ref_template=_REF)
+        schemas = components[operation.request.__name__]["properties"]
+        required = {field.encode_name: field.required for field in structs.fields(operation.request)}
         parameters += [
-            {"name": name, "in": "query", "required": field.required, "schema": properties[name]}
-            for field in fields
-            for name in [field.encode_name]
+            {"name": name, "in": "query", "required": required[name], "schema": schema}
+            for name, schema in schemas.items()
         ]
     return parameters
 

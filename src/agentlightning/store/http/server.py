@@ -13,12 +13,11 @@ remembers its result (store/idempotency.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 from urllib.parse import parse_qs
 
 import msgspec
@@ -33,45 +32,29 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.encoding import (
+from agentlightning.store.http import operations
+from agentlightning.store.http.endpoint import (
     BASE_PATH,
     MAX_BODY_BYTES,
-    PROTOCOL_HEADER,
-    PROTOCOL_VERSION,
-    RequestError,
-    RolloutBody,
-    arguments_of,
-    decode_error,
-    decode_unknown,
-    decoder,
-    encode,
-    error_of,
-    error_response,
-    to_rest,
-    version,
-)
-from agentlightning.store.http.endpoint import (
     Handler,
-    cancel_on_disconnect,
+    RequestError,
+    decode_error,
     endpoint,
+    error_body,
+    error_of,
     read_body,
     refuse,
     respond,
     respond_in_parts,
+    unless_disconnected,
 )
-from agentlightning.store.http.operations import (
-    ACCEPTS_KEY,
-    CURSORS,
-    OPERATIONS,
-    Operation,
-    decode_call,
-    document,
-    hints_of,
-)
+from agentlightning.store.http.operations import PROTOCOL_HEADER, Operation, RolloutBody, arguments_of, encode, to_rest
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
 from agentlightning.util.json_values import dumps
+
+T = TypeVar("T")
 
 _POSITION: Final = ("limit", "offset", "after", "newest_first", "sort_by", "sort_order")
 _NO_FILTERS: Final = ("tokens", "filter_logic")
@@ -80,9 +63,6 @@ _FIRST_ITEMS: Final = 64
 _COUNTED_ITEMS: Final = 256
 _MAX_FIELDS: Final = 10_000
 
-
-MAX_WAIT_SECONDS: Final = 3600.0
-"""The longest time a call may wait for rollouts."""
 MAX_CALLS: Final = 4096
 FIRST_LISTS: Final = 4
 """Lists of one request that are read concurrently at first."""
@@ -119,7 +99,7 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
     method, once = getattr(store, call.method), call.once
     if once is not None and call.method.startswith("dequeue_") and call.arguments.get("claim_id") is None:
         call.arguments["claim_id"] = f"cl-{once.key[:24]}"  # a repeated claim gets the same rollouts
-    if once is None or call.method not in ACCEPTS_KEY:
+    if once is None or call.method not in operations.ACCEPTS_KEY:
         return call.encode(await method(**call.arguments))
     try:
         with use_key(once):
@@ -127,7 +107,7 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
     except AlreadyAnsweredError as before:
         if before.answer is not None:
             return before.answer
-    reader, name = _READ_CURRENT.get(hints_of(call.method)["return"], ("", ""))
+    reader, name = _READ_CURRENT.get(operations.hints_of(call.method)["return"], ("", ""))
     known = call.arguments.get(name)
     current = await getattr(store, reader)(known) if isinstance(known, str) else None
     if current is None:
@@ -137,35 +117,25 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
     return call.encode(current)
 
 
-def limit_wait(call: Call) -> bool:
-    """Limit how long a call waits for others. Returns whether it may have to wait."""
-    if call.method not in WAITING_CALLS:
-        return False
-    timeout = call.arguments.get("timeout")
-    if timeout is None:
-        timeout = MAX_WAIT_SECONDS if call.method == "wait_for_rollouts" else 0.0
-    call.arguments["timeout"] = min(timeout, MAX_WAIT_SECONDS)
-    return timeout > 0
+async def run_while_connected(request: Request, calls: Sequence[Call], work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which makes these calls. If one may wait for others, a disconnect of the client ends it."""
+    waits = any(call.method in WAITING_CALLS and call.arguments.get("timeout") != 0 for call in calls)
+    return await (unless_disconnected(request.receive, work) if waits else work)
 
 
-# -- batches ---------------------------------------------------------------------------------------------------------
-
-
-class _Batch(Struct):
-    calls: list[Raw]
-
-
-_decode_batch: Final = decoder(_Batch)
+# -- requests --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class BatchHandler:
-    """Executes the calls of a request and responds with their results."""
+class StoreApi:
+    """Responds to the requests of a store: batches of calls, and the operations of the table."""
 
     store: LightningStoreBase
     max_body_bytes: int
 
-    async def handle(self, request: Request) -> Response:
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    async def perform_batch(self, request: Request) -> Response:
         headers, ((name, protocol),) = request.headers, PROTOCOL_HEADER.items()
         client = headers.get(name, protocol)
         if client != protocol:
@@ -174,9 +144,7 @@ class BatchHandler:
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
-        waiting = [call for call in calls if limit_wait(call)]
-        with cancel_on_disconnect(request.receive) if waiting else nullcontext():
-            return await self._respond(calls)
+        return await run_while_connected(request, calls, self._respond(calls))
 
     async def _respond(self, calls: Sequence[Call]) -> Response:
         lists = [call for call in calls if call.method in _LISTS]
@@ -194,7 +162,7 @@ class BatchHandler:
         for call in calls:
             while call.result is None:
                 group = list(islice(rest, sizer.items))
-                await self._execute_all(group)
+                await self._execute_each(group)
                 sizer.record(len(group), sum(len(each.result or b"") for each in group))
             yield separator + call.result
             separator, call.result = b",", b""
@@ -204,11 +172,12 @@ class BatchHandler:
         if len(calls) == 1:
             return await self._execute(calls[0])
         adding = [call for call in calls if call.method in _ADDING and call.once is None]
-        if len(adding) < 2:
-            await asyncio.gather(*map(self._execute, calls))
-            return
         others = [call for call in calls if call.method not in _ADDING or call.once is not None]
-        await asyncio.gather(self._add_spans(adding), *map(self._execute, others))
+        together = self._add_spans if len(adding) > 1 else self._execute_each
+        await asyncio.gather(together(adding), self._execute_each(others))
+
+    async def _execute_each(self, calls: Sequence[Call]) -> None:
+        await asyncio.gather(*map(self._execute, calls))
 
     async def _add_spans(self, calls: Sequence[Call]) -> None:
         """Add the spans of all calls in one call of the store, which is much faster. If that fails, each call is made
@@ -218,8 +187,7 @@ class BatchHandler:
         try:
             stored = iter(await self.store.add_many_spans([span for spans in sent for span in spans]))
         except (AgentLightningError, OverflowError, UnicodeError):
-            await asyncio.gather(*map(self._execute, calls))
-            return
+            return await self._execute_each(calls)
         for call, spans in zip(calls, sent, strict=True):
             added = list(islice(stored, len(spans)))
             call.result = call.encode(added if "spans" in call.arguments else added[0])
@@ -231,56 +199,14 @@ class BatchHandler:
             except Exception as error:  # noqa: BLE001  the boundary: a call that fails does not fail the others
                 call.result = _encode_error(error)
 
-
-def _decode(raw: Raw) -> Call:
-    try:
-        decoded = decode_call(raw)
-    except RequestError as error:
-        return Call("", {}, encode, result=_encode_error(error))
-    method: str = type(decoded).__struct_config__.tag
-    arguments = arguments_of(decoded.arguments)
-    call = Call(method, arguments, partial(_encode_answer, arguments))
-    if decoded.key is not None:
-        call.once = IdempotentCall.of(method, decoded.key, encode(decoded.arguments), call.encode)
-    return call
-
-
-def _encode_error(error: Exception) -> bytes:
-    return b'{"error":' + encode(error_response(error_of(error)).error) + b"}"
-
-
-def _encode_answer(arguments: Mapping[str, Any], result: Any) -> bytes:
-    """The result; of a span that was stored as sent, only its sequence_id."""
-    if "spans" in arguments:
-        result = [_span_result(*each) for each in zip(arguments["spans"], result, strict=True)]
-    elif "span" in arguments:
-        result = _span_result(arguments["span"], result)
-    return b'{"value":' + encode(result) + b"}"
-
-
-def _span_result(sent: Span, stored: Span) -> int | Span:
-    same = (
-        stored.attributes is sent.attributes and stored.span_id == sent.span_id and stored.attempt_id == sent.attempt_id
-    )
-    return stored.sequence_id if same else stored
-
-
-# -- REST ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class RestApi:
-    """Executes the operations of the table."""
-
-    store: LightningStoreBase
-    max_body_bytes: int
+    # -- operations ------------------------------------------------------------------------------------------------
 
     async def respond_health(self, request: Request, **versions: Any) -> Response:
         """Respond OK if the store works."""
         await self.store.check_health()
         return respond(encode({"status": "ok", **versions}), headers=PROTOCOL_HEADER)
 
-    async def handle(self, operation: Operation, request: Request) -> Response:
+    async def perform(self, operation: Operation, request: Request) -> Response:
         body, scope = b"", request.scope
         if operation.body is not None:
             body = await read_body(request.headers, request.receive, self.max_body_bytes)
@@ -296,8 +222,7 @@ class RestApi:
             rollout = await self.store.get_rollout_by_id(**arguments)
             result = call.encode(rollout and (await self._with_attempts([rollout]))[0])
         else:
-            with cancel_on_disconnect(request.receive) if limit_wait(call) else nullcontext():
-                result = await execute(self.store, call)
+            result = await run_while_connected(request, [call], execute(self.store, call))
         return respond(result, operation.status)
 
     async def _page(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -316,7 +241,7 @@ class RestApi:
 
     def _pages(self, operation: Operation, arguments: dict[str, Any], sizer: PageSizer) -> AsyncIterator[list[Any]]:
         query = getattr(self.store, operation.method)
-        return read_pages(query, arguments, CURSORS[operation.method], sizer)
+        return read_pages(query, arguments, operations.CURSORS[operation.method], sizer)
 
     async def _with_attempts(self, rollouts: list[Rollout]) -> list[RolloutBody]:
         """Each with its latest attempt, if it has one."""
@@ -348,6 +273,52 @@ class RestApi:
         return sum([len(page) async for page in pages])
 
 
+# -- calls in batches ------------------------------------------------------------------------------------------------
+
+
+class _Batch(Struct):
+    calls: list[Raw]
+
+
+_decode_batch: Final = operations.decoder(_Batch)
+
+
+def _decode(raw: Raw) -> Call:
+    try:
+        decoded = operations.decode_call(raw)
+    except RequestError as error:
+        return Call("", {}, encode, result=_encode_error(error))
+    method: str = type(decoded).__struct_config__.tag
+    arguments = arguments_of(decoded.arguments)
+    call = Call(method, arguments, partial(_encode_answer, arguments))
+    if decoded.key is not None:
+        call.once = IdempotentCall.of(method, decoded.key, encode(decoded.arguments), call.encode)
+    return call
+
+
+def _encode_error(error: Exception) -> bytes:
+    return b'{"error":' + encode(error_body(error_of(error))) + b"}"
+
+
+def _encode_answer(arguments: Mapping[str, Any], result: Any) -> bytes:
+    """The result; of a span that was stored as sent, only its sequence_id."""
+    if "spans" in arguments:
+        result = [_span_result(*each) for each in zip(arguments["spans"], result, strict=True)]
+    elif "span" in arguments:
+        result = _span_result(arguments["span"], result)
+    return b'{"value":' + encode(result) + b"}"
+
+
+def _span_result(sent: Span, stored: Span) -> int | Span:
+    same = (
+        stored.attributes is sent.attributes and stored.span_id == sent.span_id and stored.attempt_id == sent.attempt_id
+    )
+    return stored.sequence_id if same else stored
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
 def _arguments(operation: Operation, scope: Scope, body: bytes) -> dict[str, Any]:
     """The arguments of the method in a request."""
     arguments: dict[str, Any] = {}
@@ -371,7 +342,7 @@ def _decode_query(scope: Scope, kind: type[Struct]) -> Struct:
         raise RequestError(f"the query string cannot be read: {error}") from None
     values = {name: given if name in lists else given[-1] for name, given in found.items()}
     try:
-        return msgspec.convert(values, kind, strict=False, dec_hook=decode_unknown)
+        return msgspec.convert(values, kind, strict=False, dec_hook=operations.decode_unknown)
     except (msgspec.ValidationError, ConfigError) as error:
         texts = {name: given for name, given in values.items() if isinstance(given, str)}
         numbers = {name: int(text) for name, text in texts.items() if text.removeprefix("-").isdecimal()}
@@ -402,11 +373,11 @@ def store_routes(
     With a `token`, everything under /v1/agl requires it, except the health check. `max_body_bytes` limits request
     bodies, as sent and as decompressed.
     """
-    rest, batches = RestApi(store, max_body_bytes), BatchHandler(store, max_body_bytes)
-    versions = {"version": version(), "protocol": PROTOCOL_VERSION}
+    api = StoreApi(store, max_body_bytes)
+    versions = {"version": operations.version(), "protocol": operations.PROTOCOL_VERSION}
 
     async def describe(_: Request) -> Response:
-        return respond(encode(document(with_token=token is not None)))
+        return respond(encode(operations.document(with_token=token is not None)))
 
     def route(path: str, handle: Handler, *verbs: str, token: str | None = token, **options: Any) -> Route:
         route = Route(path, endpoint(handle, token, **options))
@@ -414,12 +385,12 @@ def store_routes(
         return route
 
     def health(path: str, **content: Any) -> Route:
-        handle = partial(rest.respond_health, **content)
+        handle = partial(api.respond_health, **content)
         return route(path, handle, "GET", "HEAD", token=None, error_headers=PROTOCOL_HEADER)
 
     routes = [
-        route(f"{BASE_PATH}/calls", batches.handle, "POST", error_headers=PROTOCOL_HEADER),
-        *(route(BASE_PATH + each.path, partial(rest.handle, each), each.verb) for each in OPERATIONS),
+        route(f"{BASE_PATH}/calls", api.perform_batch, "POST", error_headers=PROTOCOL_HEADER),
+        *(route(BASE_PATH + each.path, partial(api.perform, each), each.verb) for each in operations.OPERATIONS),
         health(f"{BASE_PATH}/health", **versions),
         route(f"{BASE_PATH}/openapi.json", describe, "GET", "HEAD"),
         health("/health"),
