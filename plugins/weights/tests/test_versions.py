@@ -195,6 +195,20 @@ def test_a_damaged_full_version_is_refused_and_the_next_is_full(url: str, tmp_pa
     assert contents(pulled.directory) == contents(directory)
 
 
+def test_a_host_that_may_only_read_is_told_what_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"file://{tmp_path}/bucket"
+    WeightPublisher(url).publish(Model(tmp_path / "trainer").step(0), 0)
+    Bucket(url).write("000000/config.json", bytes(len(Bucket(url).read("000000/config.json"))))
+    puller = WeightPuller(url, tmp_path / "host")
+
+    def refuse(path: str, data: bytes) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(puller.bucket._files, "pipe_file", refuse)
+    with pytest.raises(WeightStoreError, match=r"config.json is not the file that was published.*PermissionError"):
+        puller.pull()
+
+
 def test_a_base_that_changed_on_the_host_is_noticed(url: str, tmp_path: Path) -> None:
     model, publisher = Model(tmp_path / "trainer"), WeightPublisher(url)
     puller = WeightPuller(url, tmp_path / "host")

@@ -156,8 +156,9 @@ class TinkerSession:
             top_p=params.top_p,
         )
         tokens = types.ModelInput.from_ints(list(prompt))
-        call = partial(sampler.sample, tokens, 1, settings, topk_sample_logprobs=params.top_logprobs)
-        return (await self._result(call, "sample")).sequences[0]
+        with _errors(self.config, "sample"):
+            call = sampler.sample(tokens, 1, settings, topk_sample_logprobs=params.top_logprobs)
+            return (await self._wait(call.future(), "sample")).sequences[0]
 
     # -- requests --------------------------------------------------------------------------------------------------
 

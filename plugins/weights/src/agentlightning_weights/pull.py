@@ -68,12 +68,18 @@ class WeightPuller:
             for manifest in chain:
                 self._write(manifest)
         except DamagedDifferenceError as error:
-            self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))
             raise WeightStoreError(
-                f"version {newest} at {self.bucket.url} is refused: {error}; a full version was asked for, which the"
-                " next publication is"
+                f"version {newest} at {self.bucket.url} is refused: {error}; {self._ask_for_full()}"
             ) from error
         return Pulled(newest, self._place(newest), self._read, time.monotonic() - since, len(chain))
+
+    def _ask_for_full(self) -> str:
+        """Says what comes of it."""
+        try:
+            self.bucket.write(f"{WANTED}/{self._host}.json", orjson.dumps({"since": time.time()}))
+        except WeightStoreError as error:
+            return f"wait for the next full version, which this host could not ask for: {error}"
+        return "a full version was asked for, which the next publication is"
 
     def _chain(self, version: int, current: tuple[int, str] | None) -> list[Manifest]:
         """What leads to a version: from what is here, else from a full one. Raises DamagedDifferenceError for a
