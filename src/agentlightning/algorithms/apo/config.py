@@ -210,7 +210,7 @@ class Spending:
         calls = self.budget.calls
         return 10**9 if calls is None else max(0, calls - self.calls - reserved)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         counted = {name: getattr(self, name) for name in ("calls", "model_calls", "tokens", "money")}
         return {**counted, "seconds": self.elapsed}
 
