@@ -210,7 +210,7 @@ class HFChatFormat(ChatFormat):
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
     @cached_property
-    def end_of_turn(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def end_of_turn(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The token that the template writes after an answer, or the tokenizer's end of a sequence."""
         eos = self._tokenizer.eos_token_id
         return next(iter(self._template_eos()), min(self.eos_token_ids) if eos is None else int(eos))

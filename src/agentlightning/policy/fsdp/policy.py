@@ -62,7 +62,7 @@ from agentlightning.policy.fsdp.learner import (
 from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.model_loading import find_device
-from agentlightning.trajectory import TrainingSample
+from agentlightning.trajectory import TokenTree, TrainingSample
 
 
 class FsdpPolicy(SeparatePolicy, LocalPolicy):
