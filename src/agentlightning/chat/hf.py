@@ -209,13 +209,9 @@ class HFChatFormat(ChatFormat):
         texts = [token.content for token in added if token.content and not token.normalized]
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
-    @property
-    def end_of_turn(self) -> int:
-        """The token that the template writes after an answer, or the tokenizer's end of a sequence."""
-        return self._end_of_turn
-
     @cached_property
-    def _end_of_turn(self) -> int:
+    def end_of_turn(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The token that the template writes after an answer, or the tokenizer's end of a sequence."""
         eos = self._tokenizer.eos_token_id
         return next(iter(self._template_eos()), min(self.eos_token_ids) if eos is None else int(eos))
 

@@ -174,10 +174,7 @@ class LocalPolicy(AgentEngines):
         """See `Policy.score`. The model in `reference` is loaded beside the policy, may have another shape, and stays
         until two others are. Where adapters are trained, the weights below them are the reference unless another is
         given."""
-        return await self._score(list(trees), frozenset(what), reference, adapter)
-
-    async def _score(self, *asked: Any) -> Columns:
-        return await self._engine.run(lambda: self._learner.score(*asked))
+        return await self._engine.run(lambda: self._learner.score(trees, what, reference, adapter))
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         await self._engine.run(lambda: self._save(Path(directory), training_state))

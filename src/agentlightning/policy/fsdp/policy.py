@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -44,6 +45,7 @@ from agentlightning.policy.base import (
     Capabilities,
     Columns,
     Metrics,
+    ScoreColumn,
     SeparatePolicy,
     UpdateOptions,
 )
@@ -60,7 +62,7 @@ from agentlightning.policy.fsdp.learner import (
 from agentlightning.policy.local import RANK_STATE as STATE
 from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.model_loading import find_device
-from agentlightning.trajectory import TrainingSample
+from agentlightning.trajectory import TokenTree, TrainingSample
 
 
 class FsdpPolicy(SeparatePolicy, LocalPolicy):
@@ -112,10 +114,16 @@ class FsdpPolicy(SeparatePolicy, LocalPolicy):
         size = sum(each.nbytes for own in weights.values() for each in own.values())
         return {"publish_bytes": float(size), "publish_seconds": time.monotonic() - started}
 
-    async def _score(self, *asked: Any) -> Columns:
-        """Computed by the ranks, which read the reference themselves."""
-        trees, what, reference, adapter = asked
-        return await self._call("score", trees, what, reference and _absolute(reference), adapter)
+    async def score(
+        self,
+        trees: Sequence[TokenTree],
+        what: AbstractSet[ScoreColumn],
+        *,
+        reference: Path | None = None,
+        adapter: str | None = None,
+    ) -> Columns:
+        """See `LocalPolicy.score`. Computed by the ranks, which read `reference` themselves."""
+        return await self._call("score", list(trees), frozenset(what), reference and _absolute(reference), adapter)
 
     async def load(self, directory: Path, *, in_flight: bool = False, above: int = 0) -> None:
         """See `Policy.load`; saved by any number of ranks. Raises as `LocalPolicy.load`, and RankError."""
