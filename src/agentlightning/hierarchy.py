@@ -7,7 +7,6 @@ depth above an environment of that kind, whose methods may be coroutines.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -15,6 +14,7 @@ from typing import Any
 
 from agentlightning.errors import AgentError
 from agentlightning.tracing.emit import emit_reward, track_agent
+from agentlightning.util.event_loop import result_of
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Level:
 
     async def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         """Begin again, with the options that the environment at the bottom takes, such as `seed`."""
-        found = await _result(self.below.reset(**options))
+        found = await result_of(self.below.reset(**options))
         self._seen, self._plays = found[0] if isinstance(found, tuple) else found, True
         return self.observe(LevelStep(None, [self._seen])), {}
 
@@ -97,8 +97,8 @@ class Level:
         done, terminated, truncated = LevelStep(goal, [self._seen]), False, False
         while len(done.actions) < self.steps and self._plays:
             with track_agent(self.name):
-                action = await _result(self.act(self._seen, goal))
-            self._seen, reward, terminated, truncated, _ = await _result(self.below.step(action))
+                action = await result_of(self.act(self._seen, goal))
+            self._seen, reward, terminated, truncated, _ = await result_of(self.below.step(action))
             done.actions.append(action)
             done.rewards.append(float(reward))
             done.observations.append(self._seen)
@@ -116,10 +116,6 @@ class Level:
             _, reward, *_ = await self.step()
             total, steps = total + reward, steps + 1
         return total
-
-
-async def _result(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _last_observation(step: LevelStep) -> Any:

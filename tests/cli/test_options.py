@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
+from agentlightning.cli.main import build
 from agentlightning.cli.options import read_duration, read_size, retention_from
+from agentlightning.cli.serve import Options
 from agentlightning.errors import ConfigError
 from agentlightning.store.types import Retention
 
@@ -43,12 +46,21 @@ def test_a_size_beyond_every_disk_is_refused() -> None:
 
 
 def test_retention_is_what_was_said() -> None:
-    assert retention_from("1d", 5, "1KB") == Retention(max_age_seconds=86400, max_rollouts=5, max_bytes=1000)
+    assert retention_from(86400, 5, "1KB") == Retention(max_age_seconds=86400, max_rollouts=5, max_bytes=1000)
     assert retention_from(None, 0, None) == Retention(max_rollouts=0)
+    assert Options(keep_days=1e-7, keep_rollouts=None, keep_size=None).retention == Retention(max_age_seconds=0.00864)
+    assert Options(keep_days=None, keep_rollouts=None, keep_size=None).retention is None
 
 
-def test_retention_of_everything_is_refused() -> None:
-    with pytest.raises(ConfigError, match="say what to remove"):
-        retention_from(None, None, None)
-    with pytest.raises(ConfigError, match="--keep -1"):
-        retention_from(None, -1, None)
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("store prune", "say what to remove"),
+        ("store prune --keep -1", "Invalid value for '--keep'"),
+        ("serve --keep-days inf", "Invalid value for '--keep-days'"),
+        ("serve --keep-days 1e19", "Invalid value for '--keep-days'"),
+    ],
+)
+def test_a_retention_that_cannot_be_is_refused_by_the_name_of_its_option(line: str, message: str) -> None:
+    done = CliRunner().invoke(build(), line.split())
+    assert (done.exit_code, message in done.output) == (2, True), done.output

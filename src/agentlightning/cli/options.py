@@ -330,20 +330,14 @@ def _read_quantity(text: str, units: Mapping[str, float], what: str) -> float:
     return value
 
 
-def retention_from(older_than: str | None, keep: int | None, max_size: str | None) -> Retention:
-    """The retention policy for an age, a number of rollouts and a size. Raises ConfigError for invalid values, and if
-    none is given, as that would keep everything."""
+def retention_from(max_age_seconds: float | None, keep: int | None, max_size: str | None) -> Retention | None:
+    """The retention policy for an age, a number of rollouts and a size; None where nothing is limited. Raises
+    ConfigError for text that is no size."""
     from agentlightning.store.types import Retention
 
-    if older_than is None and keep is None and max_size is None:
-        raise ConfigError("say what to remove: --older-than 30d, --keep 100000 or --max-size 10GB")
-    if keep is not None and keep < 0:
-        raise ConfigError(f"--keep {keep}: a number of rollouts is at least 0")
-    return Retention(
-        max_age_seconds=None if older_than is None else read_duration(older_than),
-        max_rollouts=keep,
-        max_bytes=None if max_size is None else read_size(max_size),
-    )
+    if max_age_seconds is None and keep is None and max_size is None:
+        return None
+    return Retention(max_age_seconds, keep, None if max_size is None else read_size(max_size))
 
 
 # -- the access token -------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import os
 import secrets
@@ -39,7 +38,7 @@ from agentlightning.cli.options import (
 )
 from agentlightning.cli.output import Result, agl, plain_console
 from agentlightning.errors import AgentError, AgentTimeoutError, ConfigError, Failure, RewardError, StoreError
-from agentlightning.util.event_loop import in_background
+from agentlightning.util.event_loop import in_background, result_of
 from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
@@ -277,7 +276,7 @@ async def record_reward(
             # In a thread: a function that calls a model must not block the heartbeat and our server.
             call = Invocation(started, {}, {}, started.input)
             result = await asyncio.to_thread(reward.start, call, output.decode(errors="replace"))
-            value = check_reward(await result if inspect.isawaitable(result) else result, reward.source)
+            value = check_reward(await result_of(result), reward.source)
         except (AgentError, RewardError) as failure:
             raise AgentError(str(failure)) from None
         except Exception as failure:  # noqa: BLE001  the boundary to a user's function

@@ -108,7 +108,7 @@ class Options:
     adopt_traces: bool = Option(
         False, "--adopt-traces", help="Store traces of unknown programs as rollouts of their own."
     )
-    keep_days: float | None = Option(None, min=0, help="Delete rollouts that finished longer ago.")
+    keep_days: float | None = Option(None, min=0, max=1e6, help="Delete rollouts that finished longer ago.")
     keep_rollouts: int | None = Option(None, min=0, help="Delete the oldest finished rollouts beyond this number.")
     keep_size: str | None = Option(None, help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
     runs: Path | None = Option(None, envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.")
@@ -130,9 +130,8 @@ class Options:
 
     @cached_property
     def retention(self) -> Retention | None:
-        days = None if self.keep_days is None else f"{self.keep_days:f}d"
-        limits = days, self.keep_rollouts, self.keep_size
-        return None if limits == (None, None, None) else retention_from(*limits)
+        seconds = None if self.keep_days is None else self.keep_days * 86400
+        return retention_from(seconds, self.keep_rollouts, self.keep_size)
 
     @cached_property
     def max_body_bytes(self) -> int:

@@ -21,6 +21,7 @@ from agentlightning.cli.options import (
     RewardWeights,
     Run,
     StoreOfRun,
+    read_duration,
     retention_from,
     run_or_newest,
     store_file,
@@ -155,7 +156,7 @@ async def prune(
     ctx: Context,
     store: AnyStore,
     older_than: str | None = Option(None, help="Remove rollouts that finished longer ago: 12h, 30d, 2w."),
-    keep: int | None = Option(None, help="Keep this number of finished rollouts, the newest ones."),
+    keep: int | None = Option(None, min=0, help="Keep this number of finished rollouts, the newest ones."),
     max_size: str | None = Option(None, help="Keep the newest rollouts up to this size: 500MB, 10GB."),
     dry_run: bool = Option(False, "--dry-run", help="Print what would be removed, and stop."),
     yes: bool = Option(False, "--yes", "-y", help="Do not ask for confirmation."),
@@ -176,7 +177,10 @@ async def prune(
     output: Output = ctx.obj
     path = store_file(store.store)
     in_use = () if path is None else rollouts_in_use(path.parent)  # where it is the store of a training run
-    retention = replace(retention_from(older_than, keep, max_size), spare=in_use)
+    retention = retention_from(None if older_than is None else read_duration(older_than), keep, max_size)
+    if retention is None:
+        raise ConfigError("say what to remove: --older-than 30d, --keep 100000 or --max-size 10GB")
+    retention = replace(retention, spare=in_use)
     async with store.open() as opened:
         planned = await opened.prune(retention, dry_run=True)
         if dry_run or not planned.rollouts:

@@ -114,14 +114,3 @@ class TraceToMessages:
 def _number(span: Span) -> float | None:
     reward = get_reward_value(span)
     return None if isinstance(reward, dict) else scalar_reward(reward)
-
-
-def check_adapter(adapter: Any) -> None:
-    """Raises ConfigError for the `adapter=` of a trainer whose algorithm is no function: those read token trees."""
-    if adapter is not None:
-        raise ConfigError(
-            f"adapter={type(adapter).__name__} has no place in this trainer: it is given to a function that @agl.algo"
-            " decorates, and other algorithms are given token trees. Leave it out, or call it in an algorithm of your"
-            " own: adapter.adapt(await store.query_spans(rollout_id)); to learn from one agent's calls, set"
-            " algorithm.target_agent"
-        )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
-from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages, check_adapter
+from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages
 from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.store.base import LightningStoreBase
@@ -105,13 +105,16 @@ def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
 
 def with_adapter(algorithm: Algorithm[Any] | None, adapter: Any) -> Algorithm[Any] | None:
     """The algorithm with the `adapter=` of a trainer. Raises ConfigError where it would not be used."""
-    if adapter is None:
+    reads_messages = algorithm is not None and algorithm.name == "apo"
+    if adapter is None or (reads_messages and isinstance(adapter, TraceToMessages)):
         return algorithm
-    if isinstance(adapter, TraceToMessages) and algorithm is not None and algorithm.name == "apo":
-        return algorithm  # that is how it reads rollouts
     if not isinstance(algorithm, FunctionalAlgorithm) or "adapter" not in algorithm.wanted:
-        check_adapter(adapter)
-        return algorithm
+        raise ConfigError(
+            f"adapter={type(adapter).__name__} has no place in this trainer: it is given to a function that @agl.algo"
+            " decorates, and other algorithms are given token trees. Leave it out, or call it in an algorithm of your"
+            " own: adapter.adapt(await store.query_spans(rollout_id)); to learn from one agent's calls, set"
+            " algorithm.target_agent"
+        )
     if not callable(getattr(adapter, "adapt", None)):
         raise ConfigError(f"adapter={adapter!r} has no method adapt(spans); give agl.TracerTraceToTriplet()")
     found = copy.copy(algorithm)

@@ -6,7 +6,6 @@ runs use.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Generator, Sequence
@@ -31,7 +30,7 @@ from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.scope import SpanSink, current_scope, enter_scope, scope
 from agentlightning.tracing.tracer import install_globally, tracer_provider
-from agentlightning.util.event_loop import run_sync
+from agentlightning.util.event_loop import result_of, run_sync
 
 
 class Hook:
@@ -102,7 +101,7 @@ class HookedAgent(LitAgent[Any]):
             with enter_scope(replace(inside, sink=trace)):
                 await self._call("on_trace_start", tracer=trace, **shared)
                 try:
-                    return await _result(load_agent(self.agent)(Invocation(rollout, resources, task=task))())
+                    return await result_of(load_agent(self.agent)(Invocation(rollout, resources, task=task))())
                 finally:
                     await self._call("on_trace_end", tracer=trace, **shared)
         finally:
@@ -110,11 +109,7 @@ class HookedAgent(LitAgent[Any]):
 
     async def _call(self, name: str, **arguments: Any) -> None:
         for hook in self.hooks:
-            await _result(getattr(hook, name)(**arguments))
-
-
-async def _result(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
+            await result_of(getattr(hook, name)(**arguments))
 
 
 def with_hooks(agent: Any, hooks: Hook | Sequence[Hook] | None, named: Sequence[str] = ()) -> Any:

@@ -1,9 +1,10 @@
-"""Runs a coroutine from synchronous code, also where an event loop is already running."""
+"""Runs a coroutine from synchronous code, also where an event loop is already running; and functions of either kind."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import signal
 import threading
 from collections.abc import AsyncGenerator, Coroutine
@@ -39,6 +40,11 @@ async def in_background(*work: Coroutine[Any, Any, None]) -> AsyncGenerator[None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def result_of(value: Any) -> Any:
+    """What a function of the user has returned; of a coroutine, what that returns."""
+    return await value if inspect.isawaitable(value) else value
 
 
 def _loop_is_running() -> bool:
