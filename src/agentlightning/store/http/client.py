@@ -33,7 +33,7 @@ from agentlightning.attempt_variables import PATIENCE_SECONDS
 from agentlightning.errors import AgentLightningError, ConfigError, StoreClosedError, StoreError, StoreServerError
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import EnqueueRolloutRequest, Rollout
-from agentlightning.span import Span
+from agentlightning.span import LOGPROBS, Span
 from agentlightning.store import validation
 from agentlightning.store.base import LightningStoreBase, implement, store_url
 from agentlightning.store.http import operations
@@ -319,6 +319,8 @@ def _is_complete(result: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _with_id(span: Span) -> Span:
+    if LOGPROBS in span.attributes:
+        validation.to_json(span.attributes[LOGPROBS], LOGPROBS)  # names the place of one that is not finite
     return span if span.span_id else structs.replace(span, span_id=new_hex())
 
 

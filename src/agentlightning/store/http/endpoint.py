@@ -7,8 +7,9 @@ import asyncio
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Final
 
 import msgspec
 import orjson
@@ -23,8 +24,6 @@ from agentlightning.util.api_key import api_key
 from agentlightning.util.decompression import CodingError, decompress
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 BASE_PATH: Final = "/v1/agl"
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
@@ -241,18 +240,30 @@ async def respond_in_parts(parts: AsyncIterator[bytes], status: int = 200, heade
     return StreamingResponse(content(), status, headers, _JSON)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. A disconnect of the client cancels it, and raises ClientDisconnected."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
+@contextmanager
+def cancel_on_disconnect(receive: Receive) -> Generator[None]:
+    """Within it, a disconnect of the client cancels the current task; raises ClientDisconnected after one."""
+    task, disconnected, exited = asyncio.current_task(), False, False
+    assert task is not None
+
+    def on_disconnect(watcher: asyncio.Task[None]) -> None:
+        nonlocal disconnected
+        if not watcher.cancelled() and not exited:
+            disconnected = True
+            task.cancel()
+
+    watcher = asyncio.create_task(_wait_for_disconnect(receive))
+    watcher.add_done_callback(on_disconnect)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnected
+        yield
+    except asyncio.CancelledError:
+        if not disconnected:
+            raise
+        task.uncancel()
+        raise ClientDisconnected from None
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
+        exited = True
+        watcher.cancel()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
