@@ -36,8 +36,8 @@ from agentlightning.rollouts import EnqueueRolloutRequest, Rollout
 from agentlightning.span import LOGPROBS, Span
 from agentlightning.store import validation
 from agentlightning.store.base import LightningStoreBase, implement, store_url
-from agentlightning.store.http import operations
-from agentlightning.store.http.endpoint import BASE_PATH, ErrorBody, Refusal, error_from
+from agentlightning.store.http import BASE_PATH, operations
+from agentlightning.store.http.errors import ErrorBody, Refusal, error_from
 from agentlightning.store.http.operations import PROTOCOL_HEADER, PROTOCOL_VERSION, hints_of, version
 from agentlightning.store.ids import claimed_id, new_hex, new_id
 from agentlightning.store.instrumented import WAITING_CALLS

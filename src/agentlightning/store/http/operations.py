@@ -34,7 +34,8 @@ from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyL
 from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import Span, SpanEvent
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.endpoint import BASE_PATH, Refusal, decode_error
+from agentlightning.store.http import BASE_PATH
+from agentlightning.store.http.errors import Refusal, decode_error
 from agentlightning.store.types import RolloutRecord, Unset, Worker
 from agentlightning.tracing import conventions
 

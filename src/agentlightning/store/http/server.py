@@ -33,22 +33,18 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http import operations
+from agentlightning.store.http import BASE_PATH, operations
 from agentlightning.store.http.endpoint import (
-    BASE_PATH,
     MAX_BODY_BYTES,
     Handler,
-    RequestError,
     cancel_on_disconnect,
-    decode_error,
     endpoint,
-    error_body,
-    error_of,
     read_body,
     refuse,
     respond,
     respond_in_parts,
 )
+from agentlightning.store.http.errors import RequestError, decode_error, error_body, error_of
 from agentlightning.store.http.operations import PROTOCOL_HEADER, Operation, RolloutBody, arguments_of, encode, to_rest
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
 from agentlightning.store.instrumented import WAITING_CALLS
