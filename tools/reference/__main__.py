@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from agentlightning.store.http.endpoint import BASE_PATH
+from agentlightning.store.http import BASE_PATH
 from agentlightning.store.http.operations import OPERATIONS, describe
 from tools.reference import command_line, python_names, settings, signs, spans
 

@@ -53,7 +53,7 @@ from agentlightning.gateway.sampling import OnPolicySampling
 from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.gateway.upstream.limits import Budgets
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.endpoint import ClientDisconnected, unless_disconnected
+from agentlightning.store.http.endpoint import ClientDisconnected, cancel_on_disconnect
 from agentlightning.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -268,8 +268,8 @@ class Gateway:
                 if not (is_count or isinstance(error, ClientDisconnected)):
                     await record_rejection(self.attempts.store, path, caller, body, error, started)
                 raise
-            with self.attempts.track(context):
-                await unless_disconnected(receive, prepared.run(writer))
+            with self.attempts.track(context), cancel_on_disconnect(receive):
+                await prepared.run(writer)
 
 
 @dataclass(frozen=True, slots=True)

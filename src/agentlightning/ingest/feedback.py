@@ -22,7 +22,8 @@ from starlette.routing import Route
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.recording.feedback import LINK_PATH, Feedback, add_feedback, read_link
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.endpoint import BASE_PATH, RequestError, endpoint, receive_body, respond, status_of
+from agentlightning.store.http import BASE_PATH
+from agentlightning.store.http.endpoint import RequestError, endpoint, receive_body, respond, status_of
 from agentlightning.util.json_values import loads
 
 MAX_BYTES: Final = 64 * 1024

@@ -306,7 +306,7 @@ def test_whatever_a_store_holds_goes_through_every_format(several: list[RolloutR
     with tempfile.TemporaryDirectory() as folder:
         for name in FORMATS:
             path = Path(folder) / name
-            writer = copy._open_writer(path, path, overwrite=False)
+            writer = copy._open_writer(path, path, copy._suffix(path), overwrite=False)
             writer.write(several)
             writer.finish()
             assert [item for item, _ in jsonl.read_items(path)] == several

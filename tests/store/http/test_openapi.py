@@ -16,7 +16,7 @@ from tools.reference.__main__ import requests
 
 from agentlightning.server.app import Server
 from agentlightning.store import InMemoryLightningStore, LightningStoreBase
-from agentlightning.store.http.endpoint import BASE_PATH
+from agentlightning.store.http import BASE_PATH
 from agentlightning.store.http.operations import OPERATIONS, document
 
 

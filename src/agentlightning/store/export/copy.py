@@ -96,10 +96,11 @@ async def export_store(
     pyarrow, ConflictError if the store is pruned meanwhile, OSError if the file cannot be written.
     """
     target = Path(path)
+    suffix = _suffix(target)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     filters: dict[str, Any] = {"status_in": status_in, "mode_in": mode_in, "queue_in": queue_in}
     try:
-        with closing(await _in_thread(_open_writer, target, part, overwrite)) as writer:
+        with closing(await _in_thread(_open_writer, target, part, suffix, overwrite)) as writer:
             resources, keys = await _export_resources(store, writer)
             rollouts, spans = await _export_rollouts(store, writer, filters, report)
             size = await _in_thread(_finish, writer, part, target)
@@ -108,8 +109,7 @@ async def export_store(
     return Exported(resources, rollouts, spans, size, keys)
 
 
-def _open_writer(target: Path, part: Path, overwrite: bool) -> Writer:
-    suffix = _suffix(target)
+def _open_writer(target: Path, part: Path, suffix: str, overwrite: bool) -> Writer:
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} exists; use another name, or allow overwriting")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -33,11 +33,11 @@ from agentlightning.attempt_variables import PATIENCE_SECONDS
 from agentlightning.errors import AgentLightningError, ConfigError, StoreClosedError, StoreError, StoreServerError
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import EnqueueRolloutRequest, Rollout
-from agentlightning.span import Span
+from agentlightning.span import LOGPROBS, Span
 from agentlightning.store import validation
 from agentlightning.store.base import LightningStoreBase, implement, store_url
-from agentlightning.store.http import operations
-from agentlightning.store.http.endpoint import BASE_PATH, ErrorBody, Refusal, error_from
+from agentlightning.store.http import BASE_PATH, operations
+from agentlightning.store.http.errors import ErrorBody, Refusal, error_from
 from agentlightning.store.http.operations import PROTOCOL_HEADER, PROTOCOL_VERSION, hints_of, version
 from agentlightning.store.ids import claimed_id, new_hex, new_id
 from agentlightning.store.instrumented import WAITING_CALLS
@@ -319,6 +319,8 @@ def _is_complete(result: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _with_id(span: Span) -> Span:
+    if LOGPROBS in span.attributes:
+        validation.to_json(span.attributes[LOGPROBS], LOGPROBS)  # names the place of one that is not finite
     return span if span.span_id else structs.replace(span, span_id=new_hex())
 
 

@@ -1,32 +1,23 @@
-"""What the endpoints of the store share: errors as HTTP responses and back, authorization, request bodies, and JSON
-responses."""
+"""What the endpoints of the store share: authorization, request bodies, and JSON responses."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Final
 
 import msgspec
-import orjson
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
-from agentlightning import errors
-from agentlightning.errors import AgentLightningError, ConfigError, StoreAuthError, StoreError
+from agentlightning.errors import StoreAuthError
+from agentlightning.store.http.errors import Refusal, RequestError, error_body, error_of, status_of
 from agentlightning.util.api_key import api_key
 from agentlightning.util.decompression import CodingError, decompress
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-BASE_PATH: Final = "/v1/agl"
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 DISCARDED_BYTES: Final = 256 * 1024 * 1024
 """How much of a body over the limit is read and discarded: most clients read no response before they sent it all."""
@@ -67,111 +58,6 @@ def authorize(headers: Headers, token: str | None) -> None:
         )
     if not hmac.compare_digest(key.encode(), token.encode()):
         raise StoreAuthError("the access token is not that of this store; check AGL_TOKEN")
-
-
-# -- errors ---------------------------------------------------------------------------------------------------------
-
-
-class RequestError(ConfigError):
-    """An invalid request: malformed, of the wrong type, or too large."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-_STATUS: Final[tuple[tuple[type[AgentLightningError], int], ...]] = (
-    (ConfigError, 400),
-    (errors.RewardError, 400),
-    (errors.NotFoundError, 404),
-    (errors.ConflictError, 409),
-    (errors.StoreFullError, 507),
-    (errors.StoreClosedError, 503),
-    (StoreAuthError, 401),
-    (errors.StoreServerError, 502),
-)
-_TYPES: Final = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, AgentLightningError) and "__init__" not in vars(kind)
-}
-
-
-def status_of(error: AgentLightningError) -> int:
-    """The HTTP status of an error."""
-    if isinstance(error, RequestError):
-        return error.status
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
-
-
-class ErrorBody(Struct):
-    type: str
-    message: str
-
-
-class Refusal(Struct):
-    """The response body of every request that fails."""
-
-    error: ErrorBody
-    detail: str
-    """The message again, for 0.x clients."""
-
-
-def error_body(error: AgentLightningError) -> ErrorBody:
-    return ErrorBody(type(error).__name__.lstrip("_"), str(error))
-
-
-def error_of(error: Exception) -> AgentLightningError:
-    """The error to respond with, for any exception that a call has raised."""
-    if isinstance(error, AgentLightningError):
-        return error
-    if isinstance(error, OverflowError | UnicodeError):
-        return ConfigError(f"a value cannot be stored: {error}")
-    logger.error("a call of the store failed", exc_info=error)
-    return StoreError(f"the server failed: {type(error).__name__}; see its log")
-
-
-def error_from(body: ErrorBody) -> AgentLightningError:
-    """The exception for an error that a server responded with."""
-    kind = _TYPES.get(body.type, ConfigError if body.type == RequestError.__name__ else StoreError)
-    return kind(body.message)
-
-
-_place = re.compile(r" - at `\$(.*)`$")
-_step = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
-
-
-def decode_error(error: Exception, data: bytes) -> RequestError:
-    """The error for a body that could not be decoded: it says where, and what is there."""
-    if isinstance(error, RequestError):
-        return error
-    if isinstance(error, ConfigError):
-        return RequestError(str(error))
-    if isinstance(error, RecursionError):
-        return RequestError("the body is nested too deeply; send flatter values")
-    if not isinstance(error, msgspec.ValidationError):
-        return RequestError(f"the body is not JSON in UTF-8: {error}; NaN and Infinity are not JSON either")
-    text = str(error)
-    place = _place.search(text)
-    path = place[1] if place else ""
-    complaint = text[: place.start()] if place else text
-    if "Number out of range" in complaint:
-        return RequestError(f"a number in the body is out of range{path and f', in {path}'}; use finite numbers")
-    shown = _describe_value(data, path)
-    hint = "; times are seconds since the epoch (UTC), as a number" if "_time" in path or "timestamp" in path else ""
-    return RequestError(f"{path.lstrip('.') or 'the body'}{shown}: {complaint[:1].lower()}{complaint[1:]}{hint}")
-
-
-def _describe_value(data: bytes, path: str) -> str:
-    """` is VALUE` for the value at `path`; "" if it cannot be found."""
-    try:
-        value = orjson.loads(data)
-        for name, index in _step.findall(path):
-            value = value[name] if name else value[int(index)]
-        text = orjson.dumps(value).decode()
-    except (ValueError, LookupError, TypeError):
-        return ""
-    return f" is {text if len(text) <= 80 else text[:77] + '...'}"
 
 
 # -- request bodies --------------------------------------------------------------------------------------------------
@@ -241,18 +127,30 @@ async def respond_in_parts(parts: AsyncIterator[bytes], status: int = 200, heade
     return StreamingResponse(content(), status, headers, _JSON)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. A disconnect of the client cancels it, and raises ClientDisconnected."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
+@contextmanager
+def cancel_on_disconnect(receive: Receive) -> Generator[None]:
+    """Within it, a disconnect of the client cancels the current task; raises ClientDisconnected after one."""
+    task, disconnected, exited = asyncio.current_task(), False, False
+    assert task is not None
+
+    def on_disconnect(watcher: asyncio.Task[None]) -> None:
+        nonlocal disconnected
+        if not watcher.cancelled() and not exited:
+            disconnected = True
+            task.cancel()
+
+    watcher = asyncio.create_task(_wait_for_disconnect(receive))
+    watcher.add_done_callback(on_disconnect)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnected
+        yield
+    except asyncio.CancelledError:
+        if not disconnected:
+            raise
+        task.uncancel()
+        raise ClientDisconnected from None
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
+        exited = True
+        watcher.cancel()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -21,7 +21,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, singledispatch
 from typing import Annotated, Any, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -34,7 +34,8 @@ from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyL
 from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import Span, SpanEvent
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http.endpoint import BASE_PATH, Refusal, decode_error
+from agentlightning.store.http import BASE_PATH
+from agentlightning.store.http.errors import Refusal, decode_error
 from agentlightning.store.types import RolloutRecord, Unset, Worker
 from agentlightning.tracing import conventions
 
@@ -153,6 +154,29 @@ class RecordBody(Struct):
 _STARTED: Final = time.monotonic()
 
 
+@singledispatch
+def to_rest(value: Any) -> Any:
+    """A result of the contract in its shape in the REST API."""
+    return value
+
+
+@to_rest.register(list)
+def _(values: list[Any]) -> list[Any]:
+    return [*map(to_rest, values)]
+
+
+@singledispatch
+def from_wire(value: Any) -> Any:
+    """A decoded argument as the contract takes it."""
+    return value
+
+
+@from_wire.register(list)
+def _(values: list[Any]) -> list[Any]:
+    return [*map(from_wire, values)]
+
+
+@to_rest.register
 def span_body(span: Span) -> SpanBody:
     fields = structs.asdict(span)
     fields["status"] = SpanStatus(fields.pop("status_code"), fields.pop("status_message"))
@@ -205,12 +229,20 @@ def _context(trace_id: str, span_id: str, state: Any) -> SpanContext:
     return SpanContext(trace_id, span_id, trace_state=entries)
 
 
-def _complete(span: Span) -> Span:
-    """The span with our attributes added where it uses other conventions, such as those of 0.x for rewards."""
+@from_wire.register
+def _received(body: SpanBody) -> Span:
+    """The span, with our attributes added where it uses other conventions, such as those of 0.x for rewards."""
+    span = span_of(body)
     name = conventions.complete(span.name, span.attributes, span.events)
     return span if name == span.name else structs.replace(span, name=name)
 
 
+@from_wire.register
+def _record_of(body: RecordBody) -> RolloutRecord:
+    return RolloutRecord(body.rollout, tuple(body.attempts), tuple(map(span_of, body.spans)))
+
+
+@to_rest.register(dict)
 def statistics_body(counts: Mapping[str, int]) -> dict[str, int | float | str]:
     """The counts, with what 0.x clients expect: a name, the totals and the uptime of the server in seconds."""
     names = ("attempts", "spans", "resources", "workers")
@@ -220,6 +252,7 @@ def statistics_body(counts: Mapping[str, int]) -> dict[str, int | float | str]:
     return {**counts, "total_rollouts": rollouts, **totals, "name": "LightningStore", "uptime": uptime}
 
 
+@to_rest.register
 def worker_body(worker: Worker) -> WorkerBody:
     fields = dataclasses.asdict(worker)
     fields["heartbeat_stats"] = fields.pop("stats")
@@ -227,12 +260,14 @@ def worker_body(worker: Worker) -> WorkerBody:
     return WorkerBody(lost=worker.status == "lost", **fields)
 
 
+@to_rest.register
 def resources_body(update: ResourcesUpdate) -> ResourcesBody:
     created, updated = update.create_time, update.update_time
     changed = created if updated is None else updated
     return ResourcesBody(update.resources_id, update.version, created, changed, Resources(update.resources))
 
 
+@to_rest.register
 def record_body(record: RolloutRecord) -> RecordBody:
     return RecordBody(record.rollout, list(record.attempts), [*map(span_body, record.spans)])
 
@@ -248,35 +283,6 @@ BODIES: Final[dict[Any, Any]] = {
     RolloutRecord: RecordBody,
 }
 """Types of the contract that have another shape in the REST API."""
-_TO_REST: Final[dict[Any, Callable[[Any], Any]]] = {
-    dict: statistics_body,
-    Span: span_body,
-    Worker: worker_body,
-    ResourcesUpdate: resources_body,
-    RolloutRecord: record_body,
-}
-_FROM_WIRE: Final[dict[Any, Callable[[Any], Any]]] = {
-    SpanBody: lambda body: _complete(span_of(body)),
-    RecordBody: lambda body: RolloutRecord(body.rollout, tuple(body.attempts), tuple(map(span_of, body.spans))),
-}
-
-
-def _convert(conversions: Mapping[Any, Callable[[Any], Any]], value: Any) -> Any:
-    """Convert a value, or each item of a list, all of which have the same type."""
-    if isinstance(value, list):
-        items: list[Any] = value
-        return [*map(conversions.get(type(items[0]), _same), items)] if items else items
-    return conversions.get(type(value), _same)(value)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-from_wire: Final = partial(_convert, _FROM_WIRE)
-"""Converts a decoded argument to the type that the contract takes."""
-to_rest: Final = partial(_convert, _TO_REST)
-"""Converts a result of the contract to its shape in the REST API."""
 
 
 def arguments_of(request: Struct) -> dict[str, Any]:

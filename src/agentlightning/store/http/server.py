@@ -13,11 +13,12 @@ remembers its result (store/idempotency.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, Final, get_args
 from urllib.parse import parse_qs
 
 import msgspec
@@ -32,29 +33,23 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.store.http import operations
+from agentlightning.store.http import BASE_PATH, operations
 from agentlightning.store.http.endpoint import (
-    BASE_PATH,
     MAX_BODY_BYTES,
     Handler,
-    RequestError,
-    decode_error,
+    cancel_on_disconnect,
     endpoint,
-    error_body,
-    error_of,
     read_body,
     refuse,
     respond,
     respond_in_parts,
-    unless_disconnected,
 )
+from agentlightning.store.http.errors import RequestError, decode_error, error_body, error_of
 from agentlightning.store.http.operations import PROTOCOL_HEADER, Operation, RolloutBody, arguments_of, encode, to_rest
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
 from agentlightning.store.instrumented import WAITING_CALLS
 from agentlightning.store.paging import PageSizer, read_pages
 from agentlightning.util.json_values import dumps
-
-T = TypeVar("T")
 
 _POSITION: Final = ("limit", "offset", "after", "newest_first", "sort_by", "sort_order")
 _NO_FILTERS: Final = ("tokens", "filter_logic")
@@ -117,10 +112,10 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
     return call.encode(current)
 
 
-async def run_while_connected(request: Request, calls: Sequence[Call], work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which makes these calls. If one may wait for others, a disconnect of the client ends it."""
+def while_connected(request: Request, calls: Sequence[Call]) -> AbstractContextManager[None]:
+    """A context for these calls: if one may wait for others, a disconnect of the client cancels them."""
     waits = any(call.method in WAITING_CALLS and call.arguments.get("timeout") != 0 for call in calls)
-    return await (unless_disconnected(request.receive, work) if waits else work)
+    return cancel_on_disconnect(request.receive) if waits else nullcontext()
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -144,7 +139,8 @@ class StoreApi:
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
-        return await run_while_connected(request, calls, self._respond(calls))
+        with while_connected(request, calls):
+            return await self._respond(calls)
 
     async def _respond(self, calls: Sequence[Call]) -> Response:
         lists = [call for call in calls if call.method in _LISTS]
@@ -222,7 +218,8 @@ class StoreApi:
             rollout = await self.store.get_rollout_by_id(**arguments)
             result = call.encode(rollout and (await self._with_attempts([rollout]))[0])
         else:
-            result = await run_while_connected(request, [call], execute(self.store, call))
+            with while_connected(request, [call]):
+                result = await execute(self.store, call)
         return respond(result, operation.status)
 
     async def _page(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[bytes]:
