@@ -335,8 +335,15 @@ class Recorder(Outbox[Record]):
         self._place, self._token = place, token
         self._given = store
         """The user's, who closes it. Held, so that no other store gets its identity."""
-        limits = {"batch": RECORDS_PER_CALL, "capacity": MOST_WAITING, "max_size": MOST_BYTES}
-        super().__init__(name, patience=float("inf"), linger=LINGER_SECONDS, thread="agl-recorder", **limits)
+        super().__init__(
+            name,
+            patience=float("inf"),
+            batch=RECORDS_PER_CALL,
+            linger=LINGER_SECONDS,
+            capacity=MOST_WAITING,
+            max_size=MOST_BYTES,
+            thread="agl-recorder",
+        )
         self._store = store
 
     def reset(self) -> None:

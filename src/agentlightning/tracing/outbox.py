@@ -526,15 +526,15 @@ class PostingSink:
             try:
                 self._connection.request("POST", f"{self._url.path}/v1/traces", body, self._headers)
                 with self._connection.getresponse() as response:
-                    status, answer = response.status, response.read()
+                    status, answer, moved = response.status, response.read(), response.getheader("Location")
             except (OSError, HTTPException) as error:
                 self._connection.close()
                 problem = f"{type(error).__name__}: {error}"
             else:
-                if status < 400:
+                if status < 300:
                     count, why = rejected_spans(answer)
                     return f"{count} were rejected: {why}" if count else ""
-                problem = f"HTTP {status}: {answer[:200].decode(errors='replace')}"
+                problem = f"HTTP {status}: {f'to {moved}' if moved else answer[:200].decode(errors='replace')}"
                 if status < 500 and status != 429:
                     return problem
             pause = tries.pause()

@@ -108,7 +108,7 @@ def find_final_reward(spans: Sequence[Span]) -> Reward | None:
     """
     own = [span for span in spans if not {names.AIR_RULE, names.REWARD_AGENT} & span.attributes.keys()]
     rescored = [span for span in own if names.RESCORED in span.attributes]
-    for span in (*reversed(rescored), *reversed(own)):
+    for span in reversed(own + rescored):
         if (reward := get_reward_value(span)) is not None:
             return reward
     return None
