@@ -167,8 +167,7 @@ class RunFiles:
 
     def changed(self) -> float:
         """When the state last did, in seconds since 1970."""
-        time, _ = self._signature("state.json") or (0, 0)
-        return time / 1e9
+        return (self._signature("state.json") or (0, 0))[0] / 1e9
 
     def _load_config(self) -> tuple[TrainConfig | None, str]:
         try:
