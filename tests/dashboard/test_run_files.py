@@ -11,6 +11,7 @@ import pytest
 
 from agentlightning.dashboard.data import run_files
 from agentlightning.dashboard.data.run_files import RunFiles
+from agentlightning.dashboard.views.runs import summary
 from agentlightning.errors import ConfigError
 from agentlightning.training.health.signs import sign_history
 from agentlightning.training.persistence.run_dir import RunDir, RunState, write_atomically
@@ -102,3 +103,20 @@ def test_the_signs_of_a_run_that_goes_on_are_those_of_all_its_steps(files: RunFi
     assert files.signs()
     write_atomically(path, b"".join(lines[:5]))
     assert files.signs() == []
+
+
+@pytest.mark.parametrize("settings", ['algorithm = "grpo"', "algorithm = 3", "[algorithm]", "steps = 3"])
+def test_settings_that_were_edited_to_none_leave_the_run_in_the_list(files: RunFiles, settings: str) -> None:
+    (files.path / "config.toml").write_text(settings)
+    found = summary("run", files)
+    assert (found["state"], found["steps"]) == ("unfinished", None)
+    record, _ = run_files.status_record(files)
+    assert record["steps"] is None
+
+
+def test_what_is_no_object_in_a_file_of_objects_is_left_out(files: RunFiles) -> None:
+    append(files.path / "metrics.jsonl", b"3\n", b'{"step": 1, "reward": 0.5}\n')
+    (files.path / "report.json").write_bytes(b"[]")
+    assert files.metrics() == [{"step": 1, "reward": 0.5}]
+    assert files.report() is None
+    assert summary("run", files)["rewards"] == [0.5]

@@ -23,10 +23,9 @@ STYLE = (
 async def report_page(run_dir: Path, examples: int, store: LightningStoreBase | None = None) -> str:
     """The page of a run, finished or not. Raises ConfigError where there is no run."""
     files = open_run(run_dir)
-    if files.report() is None:
-        text = as_html(f"# Report of {run_dir.name}\n\nThe run is not finished: there is no result yet.\n")
-    else:
-        text = as_html(await markdown_report(run_dir, examples, store))
+    markdown = f"# Report of {run_dir.name}\n\nThe run is not finished: there is no result yet.\n"
+    if files.report() is not None:
+        markdown = await markdown_report(run_dir, examples, store)
     state, curves = files.state(), charts_of(files.metrics())
     template = Environment(
         loader=PackageLoader("agentlightning.dashboard", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -38,4 +37,4 @@ async def report_page(run_dir: Path, examples: int, store: LightningStoreBase | 
         charts=[each for each in curves["charts"] if not each["constant"]],
         colors=COLORS,
     )
-    return text.replace("</style>", f"{STYLE}</style>", 1).replace("</body>", f"{content}</body>", 1)
+    return as_html(markdown).replace("</style>", f"{STYLE}</style>", 1).replace("</body>", f"{content}</body>", 1)

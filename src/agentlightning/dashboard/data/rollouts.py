@@ -129,7 +129,7 @@ def _image(part: Json) -> Json | None:
         url = f"data:{part.get('mime_type') or 'image/png'};base64,{part['content']}"
     text = url if isinstance(url, str) else as_text(part)
     shown = text.startswith(IMAGE) and len(text) <= MOST_IMAGE
-    return {"kind": "image", "source": text if shown else None, "text": "" if shown else text[: min(LONG, 500)]}
+    return {"kind": "image", "source": text if shown else None, "text": "" if shown else text[:500]}
 
 
 # -- a line of a table ------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Summaries:
 
     def __init__(self, store: LightningStoreBase, weights: RewardWeights = None, updates: Updates = int) -> None:
         self._store, self._weights, self.updates = store, weights, updates
-        self._known: OrderedDict[tuple[str, float | None, str], RolloutSummary] = OrderedDict()
+        self._known = OrderedDict[tuple[str, float | None, str], RolloutSummary]()
 
     async def of(
         self, rollouts: Sequence[Rollout], *, fresh: bool = False, open_spans: bool = True
@@ -490,8 +490,8 @@ class AttemptIndexes:
 
     def __init__(self, store: LightningStoreBase) -> None:
         self._store = store
-        self._known: OrderedDict[Key, AttemptIndex] = OrderedDict()
-        self._tasks: dict[Key, asyncio.Task[AttemptIndex]] = {}
+        self._known = OrderedDict[Key, AttemptIndex]()
+        self._tasks = dict[Key, asyncio.Task[AttemptIndex]]()
 
     async def of(self, key: Key, count: int, seconds: float | None = None) -> AttemptIndex | None:
         """The index of an attempt that has `count` spans. None: it is not complete after `seconds`, and is read on

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, count
 from pathlib import Path
@@ -75,7 +76,7 @@ class RunFiles:
 
     def metrics(self) -> list[Json]:
         """The lines of `metrics.jsonl` that can be read."""
-        return self._read_lines("metrics", "metrics.jsonl", _json_values)
+        return self._read_lines("metrics", "metrics.jsonl", _json_objects)
 
     def records(self) -> list[StepRecord]:
         """The steps, as far as their metrics can be read."""
@@ -93,8 +94,12 @@ class RunFiles:
         return found
 
     def report(self) -> Json | None:
-        """The result; None for a run that has none yet."""
-        return self._read("report", "report.json", lambda: _json_or_none(self.path / "report.json"))
+        """The result; None for a run that has none yet, or none that can be read."""
+        return self._read("report", "report.json", self._load_report)
+
+    def _load_report(self) -> Json | None:
+        with suppress(OSError):
+            return next(iter(_json_objects(0, (self.path / "report.json").read_bytes())), None)
 
     def config(self) -> TrainConfig | None:
         """The settings; None where there are none, or this version cannot read them (`config_error`)."""
@@ -117,7 +122,7 @@ class RunFiles:
 
     def changes(self) -> list[Json]:
         """What resumes have changed."""
-        return self._read_lines("changes", "changes.jsonl", _json_values)
+        return self._read_lines("changes", "changes.jsonl", _json_objects)
 
     def tasks(self, name: str) -> list[Any]:
         """The tasks of `train`, `validation` or `held_out`."""
@@ -130,10 +135,9 @@ class RunFiles:
 
     def _configured_steps(self) -> int | None:
         try:
-            settings = tomllib.loads((self.path / "config.toml").read_text("utf-8"))
-        except (OSError, ValueError):
+            steps = tomllib.loads((self.path / "config.toml").read_text("utf-8"))["algorithm"]["steps"]
+        except (OSError, ValueError, LookupError, TypeError):  # or edited to what are no settings
             return None
-        steps = settings.get("algorithm", {}).get("steps")
         return steps if isinstance(steps, int) else None
 
     def seconds_left(self) -> float | None:
@@ -163,8 +167,7 @@ class RunFiles:
 
     def changed(self) -> float:
         """When the state last did, in seconds since 1970."""
-        time, _ = self._signature("state.json") or (0, 0)
-        return time / 1e9
+        return (self._signature("state.json") or (0, 0))[0] / 1e9
 
     def _load_config(self) -> tuple[TrainConfig | None, str]:
         try:
@@ -222,11 +225,8 @@ def _json_values(_: int, line: bytes) -> list[Any]:
         return []
 
 
-def _json_or_none(path: Path) -> Any:
-    try:
-        return orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return None
+def _json_objects(number: int, line: bytes) -> list[Json]:
+    return [each for each in _json_values(number, line) if isinstance(each, dict)]
 
 
 # -- the state of a run, as `agl status` prints it --------------------------------------------------------------------

@@ -264,11 +264,11 @@ def attempt_json(attempt: Attempt) -> Json:
     """An attempt with its error or its output as text."""
     found = fields_of(attempt)
     metadata = cast(Json, found.pop("metadata"))
-    error: Any = metadata.get("error")
-    if isinstance(error, dict):
-        error = {name: limited(error.get(name) or "") for name in ("type", "message", "traceback")}
+    known: Any = metadata.get("error")
+    fields = ("type", "message", "traceback")
+    error = {name: limited(known.get(name) or "") for name in fields} if isinstance(known, dict) else None
     output = limited(metadata["output"]) if "output" in metadata else None
-    return {**found, "error": error if isinstance(error, dict) else None, "output": output}
+    return {**found, "error": error, "output": output}
 
 
 PLAIN = ("span_id", "parent_id", "sequence_id", "name", "start_time", "end_time")

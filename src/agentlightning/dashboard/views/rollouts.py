@@ -66,7 +66,7 @@ class Table:
         self.by_spans = [*_by_spans(query)]
         """What its spans must say."""
         self.sort = query.choice("sort", SORTS)
-        self.descending = query.choice("order", ("asc", "desc"), "desc") == "desc"
+        self.descending = query.choice("order", ("asc", "desc")) != "asc"
         self.after = query.text("after")
         """The `next` of the page before; None: this is the first one."""
         self.limit = query.integer("limit", 50, 1, MOST_ROWS)

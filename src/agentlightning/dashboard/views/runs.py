@@ -169,7 +169,7 @@ def _summary(name: str, files: RunFiles) -> Json:
         "algorithm": algorithm,
         "model": config.policy.model if config is not None and state.learns_weights else None,
         "agent": None if config is None else config.agent or ("a live object" if "agent" in state.objects else None),
-        "step": len(metrics) if state.step == 0 else max(state.step, len(metrics)),
+        "step": max(state.step, len(metrics)),
         "steps": files.steps(),
         "seconds": state.seconds,
         "time_left": files.seconds_left() if status == "running" else None,
@@ -213,8 +213,8 @@ def held_out(files: RunFiles, state: RunState) -> Json:
     modes = dict.fromkeys([*gains, *held_out_modes(state)])
     return {
         mode: {
-            "before": measured(state.evaluations.get(f"before-{mode}")),
-            "after": measured(state.evaluations.get(f"after-{mode}")),
+            "before": measured(state.evaluations.get(f"before-{mode}", ())),
+            "after": measured(state.evaluations.get(f"after-{mode}", ())),
             "gain": gains.get(mode),
         }
         for mode in modes
@@ -226,10 +226,10 @@ def held_out_modes(state: RunState) -> list[str]:
     return [name.partition("-")[2] for name in state.evaluations if name.startswith(("before-", "after-"))]
 
 
-def measured(rewards: Sequence[float | None] | None) -> Json | None:
+def measured(rewards: Sequence[float | None]) -> Json | None:
     """The mean of an evaluation with its 95% interval over tasks; None where no task has a reward."""
-    known = [reward for reward in rewards or () if reward is not None]
-    if rewards is None or not known:
+    known = [reward for reward in rewards if reward is not None]
+    if not known:
         return None
     low, high = mean_interval(rewards)
     missing = len(rewards) - len(known)
