@@ -153,8 +153,7 @@ _SIZES: Final = (
 """Of finished rollouts after a position, by end time. 400 is the size of the other columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutSize:
+class RolloutSize(NamedTuple):
     """What one finished rollout takes in the database."""
 
     key: int
@@ -317,20 +316,19 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool) -> Att
 
 def add_records(tx: Tx, writer: SpanWriter, records: Sequence[PreparedRecord]) -> int:
     """Add the records whose id is unknown; returns how many there were."""
-    new = {
-        record.rollout.rollout_id: record
-        for record in reversed(records)
-        if tx.find_rollout(record.rollout.rollout_id) is None
-    }
+    new: dict[str, PreparedRecord] = {}
+    for record in records:
+        if tx.find_rollout(record.rollout.rollout_id) is None:
+            new.setdefault(record.rollout.rollout_id, record)
     owners: dict[str, str | None] = {}
     tx.load_owners([attempt.attempt_id for record in new.values() for attempt, _ in record.attempts])
-    for rollout_id, record in reversed(new.items()):
+    for rollout_id, record in new.items():
         for attempt, _ in record.attempts:
             owner = owners.get(attempt.attempt_id, tx.owners[attempt.attempt_id])
             if owner is not None:
                 raise ConflictError(f"attempt {attempt.attempt_id!r} is one of rollout {owner!r} already")
             owners[attempt.attempt_id] = rollout_id
-    for record in reversed(new.values()):
+    for record in new.values():
         rollout = rollouts.add(tx, record.rollout)
         if rollout.status not in WAITING:
             tx.finished.add(rollout.rollout_id)

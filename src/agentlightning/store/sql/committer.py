@@ -76,8 +76,6 @@ class DatabaseThread:
 
     def submit(self, command: Command) -> None:
         """Queue a command; its future is resolved in its own event loop."""
-        if self.observe is not None:
-            command.submitted_at = time.perf_counter()
         self.check_open()
         with self._submitting:
             if self._closed:
@@ -471,8 +469,7 @@ class Committer(DatabaseThread):
         self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)
         for rollout_id in tx.deleted:
             self.spans.recent.forget(rollout_id)
-        tx.flush()
-        self._answered.write(tx)
+        self._answered.trim(tx)
         tx.finish()
         for command in batch:
             if command.reads:
@@ -568,12 +565,11 @@ class Committer(DatabaseThread):
             return True
         tx = self.tx
         tx.changed = False
-        argument = self._connection if command.reads else tx
         try:
             if command.idempotent is None:
-                value = command.run(argument)
+                value = command.run(self._connection if command.reads else tx)
             else:
-                value = self._answered.run(command.idempotent, partial(command.run, argument), command.convert)
+                value = self._answered.run(tx, command.idempotent, partial(command.run, tx), command.convert)
         except self._database.errors:
             raise
         except Exception as error:

@@ -518,15 +518,13 @@ def newest(connection: Connection, limit: int = 100) -> list[Span]:
     """The spans that were stored last, the newest first."""
     if limit < 0:
         raise ConfigError(f"limit={limit} is negative; use 0 or more")
-    found: list[Span] = []
-    key = validation.NO_LIMIT
-    while len(found) < limit:
+    return list(islice(_newest(connection), limit))
+
+
+def _newest(connection: Connection) -> Iterator[Span]:
+    key, rows = validation.NO_LIMIT, [()]
+    while rows:
         rows = connection.all(_NEWEST, key, NEWEST_BATCH)
         for row in rows:
-            if len(found) >= limit:
-                break
-            found += reversed(next(_unpack(PromptReader(connection), [row], *row[-2:])))
-        if len(rows) < NEWEST_BATCH:
-            break
-        key = rows[-1][0]
-    return found[:limit]
+            yield from reversed(next(_unpack(PromptReader(connection), [row], *row[-2:])))
+            key = row[0]

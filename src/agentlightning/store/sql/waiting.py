@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Command:
     convert: Callable[[Any], Any] | None = None
     """Turns the result into what its caller returns, which is what an idempotency key stores."""
     done: bool = False
-    submitted_at: float = 0.0
+    submitted_at: float = field(default_factory=time.perf_counter)
     future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
