@@ -544,9 +544,8 @@ class Committer(DatabaseThread):
             self.claims.begin(sum([command.limit for command in claims]))
         empty: set[QueueNames] = set()
         for command in claims:
-            in_vain = (
-                command.queues in empty and not command.attempts
-            )  # another claim of these queues has found nothing
+            # Not again where another claim of the same queues has found nothing.
+            in_vain = command.queues in empty and not command.attempts
             if in_vain or not self._run_command(command, results):
                 empty.add(command.queues)
                 self._waiting.setdefault(command)

@@ -263,10 +263,10 @@ class SpanWriter:
             self._bytes += ID_BYTES * count
         prompts: list[tuple[Any, ...]] = []
         if part.prompts:
+            self._bytes -= sum([len(leaf.ids) for leaf in known.leaves])
             if known.spans != before:
                 known.leaves = read_leaves(tx, attempt.key, known.leaves)
             known.spans = before
-            self._bytes -= sum([len(leaf.ids) for leaf in known.leaves])
             prompts = [add_prompt(known.leaves, attempt.key, place_of(key, index), ids) for index, ids in part.prompts]
             self._bytes += sum([len(leaf.ids) for leaf in known.leaves])
             tx.insert(_INSERT_PROMPT, prompts)
