@@ -76,6 +76,8 @@ class DatabaseThread:
 
     def submit(self, command: Command) -> None:
         """Queue a command; its future is resolved in its own event loop."""
+        if self.observe is not None:
+            command.submitted_at = time.perf_counter()
         self.check_open()
         with self._submitting:
             if self._closed:
@@ -208,7 +210,7 @@ class DatabaseThread:
         """Hand results over to the event loops of their callers: one wake-up for each loop."""
         loops: dict[asyncio.AbstractEventLoop, list[Result]] = {}
         for result in results:
-            loops.setdefault(result[0].future.get_loop(), []).append(result)
+            loops.setdefault(result[0].loop, []).append(result)
         for loop, its_results in loops.items():
             try:
                 loop.call_soon_threadsafe(self._resolve, its_results)
@@ -347,7 +349,7 @@ class Committer(DatabaseThread):
 
     def _resolve(self, results: list[Result]) -> None:
         super()._resolve(results)
-        results[0][0].future.get_loop().call_soon(self._on_callers_ran)  # after them
+        results[0][0].loop.call_soon(self._on_callers_ran)  # after them
 
     def _on_callers_ran(self) -> None:
         self._turn_seconds = time.perf_counter() - self._delivered_at
@@ -359,9 +361,10 @@ class Committer(DatabaseThread):
         batch, started = self._running, time.perf_counter()
         results = self._try_batch(batch)
         self._committed += results
-        seconds = time.perf_counter() - started
-        for command, _, _ in results:
-            self._notify_observer(command, started, seconds, len(batch))
+        if self.observe is not None:
+            seconds = time.perf_counter() - started
+            for command, _, _ in results:
+                self._notify_observer(command, started, seconds, len(batch))
         self._running = []
         # Where a commit takes longer than callers need to call again, the next one is to have their calls, too.
         # Otherwise, while commands are queued, results are delivered just before the next commit: it releases the

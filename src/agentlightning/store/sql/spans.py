@@ -261,7 +261,7 @@ class SpanWriter:
         if known.ids is not None and len(known.ids) == before:
             known.ids.update(part.span_ids)
             self._bytes += ID_BYTES * count
-        prompts: list[tuple[Any, ...]] = []
+        kept = 0
         if part.prompts:
             self._bytes -= sum([len(leaf.ids) for leaf in known.leaves])
             if known.spans != before:
@@ -269,10 +269,11 @@ class SpanWriter:
             known.spans = before
             prompts = [add_prompt(known.leaves, attempt.key, place_of(key, index), ids) for index, ids in part.prompts]
             self._bytes += sum([len(leaf.ids) for leaf in known.leaves])
+            kept = sum([len(row[-1]) for row in prompts])
             tx.insert(_INSERT_PROMPT, prompts)
         if known.spans == before:
             known.spans += count
-        mark, kept = attempt.superseded if superseded is None else superseded, sum([len(row[-1]) for row in prompts])
+        mark = attempt.superseded if superseded is None else superseded
         tx.insert(_INSERT_PACK, [(key, attempt.key, first, count, mark, part.ids, part.body)])
         if first > UNPLACED:
             tx.insert(_INSERT_PLACE, [(attempt.key, span_id, key) for span_id in part.span_ids])
