@@ -239,13 +239,17 @@ class SpanWriter:
             known.last_key, known.ids = 0, set()  # other servers have stored packs with lower keys
         return known.ids
 
-    def _known_of(self, attempt: AttemptRow) -> _Known:
-        """Nothing is known of an attempt without spans, though one of its key and id may have been deleted."""
+    def _known_of(self, attempt: AttemptRow, remember: bool = True) -> _Known:
+        """Nothing is known of an attempt without spans, though one of its key and id may have been deleted. remember:
+        the next spans will be compared with it; many objects would slow the garbage collector down."""
         identity = attempt.key, attempt.attempt_id, attempt.start_time
         known = self._known.get(identity)
         if known is None or not attempt.spans:
-            known = self._known[identity] = _Known(-1 if attempt.spans else 0)
-            self._bytes += KNOWN_BYTES
+            known = _Known(-1 if attempt.spans else 0)
+            self._known.pop(identity, None)
+            if remember:
+                self._known[identity] = known
+                self._bytes += KNOWN_BYTES
         return known
 
     def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> None:
@@ -255,7 +259,7 @@ class SpanWriter:
         key, before, count = tx.connection.new_key("span_packs", 0), attempt.spans, part.count
         if self._bytes > CACHE_BYTES:
             self._known, self._bytes = {}, 0
-        known = self._known_of(attempt)
+        known = self._known_of(attempt, part.named or bool(part.prompts))
         if part.named and not before:
             known.ids = set()
         if known.ids is not None and len(known.ids) == before:
