@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from agentlightning.errors import StoreClosedError
-from agentlightning.rollouts import AttemptedRollout
+from agentlightning.rollouts import AttemptedRollout, RolloutConfig
 from agentlightning.store import LightningStore
 from agentlightning.store.sql.store import SqlStore
 from agentlightning.store.sql.tx import Tx
@@ -167,6 +167,19 @@ async def test_a_claim_that_was_repeated_at_another_server_is_not_taken_back(
     assert told.status == "succeeded"
     await here.close()
     await there.close()
+
+
+async def test_a_claim_that_waits_behind_another_claims_nothing_once_its_lease_ran_out() -> None:
+    store = SqlStore(":memory:")
+    config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
+    await store.update_worker("w", lease_seconds=0.5)
+    lost = await store.start_rollout("task", config=config, worker_id="w")
+    claims = store.dequeue_rollout("v", timeout=0.2), store.dequeue_rollout("w", timeout=20)
+    assert await asyncio.gather(*claims) == [None, None]
+    rollout = await store.get_rollout_by_id(lost.rollout_id)
+    assert rollout is not None
+    assert rollout.status == "requeuing"
+    await store.close()
 
 
 # -- transactions that are undone ------------------------------------------------------------------------------------

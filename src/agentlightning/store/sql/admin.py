@@ -13,14 +13,7 @@ from msgspec import structs
 
 from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.resources import ResourcesUpdate
-from agentlightning.rollouts import (
-    ATTEMPT_TRANSITIONS,
-    FINISHED,
-    ROLLOUT_TRANSITIONS,
-    WAITING,
-    Attempt,
-    Rollout,
-)
+from agentlightning.rollouts import ATTEMPT_TRANSITIONS, FINISHED, ROLLOUT_TRANSITIONS, WAITING, Attempt
 from agentlightning.span import SUPERSEDED, Span
 from agentlightning.store import validation
 from agentlightning.store.ids import new_id
@@ -153,8 +146,7 @@ _SIZES: Final = (
 """Of finished rollouts after a position, by end time. 400 is the size of the other columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutSize:
+class RolloutSize(NamedTuple):
     """What one finished rollout takes in the database."""
 
     key: int
@@ -229,17 +221,15 @@ def read_records(connection: Connection, rollout_ids: Sequence[str]) -> list[Rol
     return records
 
 
-class PreparedPack(NamedTuple):
-    pack: SpanPack
-    superseded: bool
-    """Whether the attempt was superseded when it sent these spans."""
+Packs = list[tuple[SpanPack, bool]]
+"""Of one attempt, each with whether the attempt was superseded when it sent these spans."""
 
 
 class PreparedRecord(NamedTuple):
     """A record that is validated and packed. Its rows are not stored."""
 
     rollout: RolloutRow
-    attempts: tuple[tuple[AttemptRow, tuple[PreparedPack, ...]], ...]
+    attempts: list[tuple[AttemptRow, Packs]]
 
 
 def prepare(record: RolloutRecord) -> PreparedRecord:
@@ -247,7 +237,10 @@ def prepare(record: RolloutRecord) -> PreparedRecord:
     again."""
     rollout = record.rollout
     waits = rollout.status not in FINISHED
-    _check_rollout(rollout)
+    validation.check_status(rollout.status, ROLLOUT_TRANSITIONS, f" of rollout {rollout.rollout_id!r}")
+    validation.check_time(rollout.start_time, "start_time")
+    if not waits:
+        validation.check_time(rollout.end_time, "end_time")
     _, row = mapping.new_rollout(rollout, rollout.start_time)
     row.status = "requeuing" if rollout.status in OPEN else rollout.status
     row.end_time = None if waits else rollout.end_time
@@ -257,34 +250,26 @@ def prepare(record: RolloutRecord) -> PreparedRecord:
         if span.attempt_id not in spans_by_attempt:
             raise ConfigError(f"span {span.span_id!r} is of attempt {span.attempt_id!r}, which the record has not")
         spans_by_attempt[span.attempt_id].append(span)
-    attempts: list[tuple[AttemptRow, tuple[PreparedPack, ...]]] = []
+    attempts: list[tuple[AttemptRow, Packs]] = []
     for number, attempt in enumerate(record.attempts, start=1):
         if attempt.sequence_id != number:
             raise ConfigError(f"attempt {attempt.attempt_id!r} has sequence_id={attempt.sequence_id}, not {number}")
         superseded = waits or number < len(record.attempts) or rollout.status == "cancelled"
-        packs = _pack(spans_by_attempt[attempt.attempt_id])
-        attempts.append((_attempt_row(row, attempt, superseded), packs))
-    return PreparedRecord(row, tuple(attempts))
+        attempts.append((_attempt_row(row, attempt, superseded), _pack(spans_by_attempt[attempt.attempt_id])))
+    return PreparedRecord(row, attempts)
 
 
-def _check_rollout(rollout: Rollout) -> None:
-    validation.check_status(rollout.status, ROLLOUT_TRANSITIONS, f" of rollout {rollout.rollout_id!r}")
-    validation.check_time(rollout.start_time, "start_time")
-    if rollout.status in FINISHED:
-        validation.check_time(rollout.end_time, "end_time")
-
-
-def _pack(some: Sequence[Span]) -> tuple[PreparedPack, ...]:
+def _pack(some: Sequence[Span]) -> Packs:
     """The spans of one attempt in packs of consecutive numbers, each sent while it was superseded or before."""
-    packs: list[PreparedPack] = []
+    packs: Packs = []
     for (superseded, _), group in groupby(enumerate(some), key=_run_of):
         run = [span for _, span in group]
         if superseded:
             run = [
                 replace(span, attributes={k: v for k, v in span.attributes.items() if k != SUPERSEDED}) for span in run
             ]
-        packs += [PreparedPack(pack.pack(run[at : at + MAX_PACK]), superseded) for at in range(0, len(run), MAX_PACK)]
-    return tuple(packs)
+        packs += [(pack.pack(run[at : at + MAX_PACK]), superseded) for at in range(0, len(run), MAX_PACK)]
+    return packs
 
 
 def _run_of(numbered: tuple[int, Span]) -> tuple[bool, int]:
@@ -317,20 +302,19 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool) -> Att
 
 def add_records(tx: Tx, writer: SpanWriter, records: Sequence[PreparedRecord]) -> int:
     """Add the records whose id is unknown; returns how many there were."""
-    new = {
-        record.rollout.rollout_id: record
-        for record in reversed(records)
-        if tx.find_rollout(record.rollout.rollout_id) is None
-    }
+    new: dict[str, PreparedRecord] = {}
+    for record in records:
+        if tx.find_rollout(record.rollout.rollout_id) is None:
+            new.setdefault(record.rollout.rollout_id, record)
     owners: dict[str, str | None] = {}
     tx.load_owners([attempt.attempt_id for record in new.values() for attempt, _ in record.attempts])
-    for rollout_id, record in reversed(new.items()):
+    for rollout_id, record in new.items():
         for attempt, _ in record.attempts:
             owner = owners.get(attempt.attempt_id, tx.owners[attempt.attempt_id])
             if owner is not None:
                 raise ConflictError(f"attempt {attempt.attempt_id!r} is one of rollout {owner!r} already")
             owners[attempt.attempt_id] = rollout_id
-    for record in reversed(new.values()):
+    for record in new.values():
         rollout = rollouts.add(tx, record.rollout)
         if rollout.status not in WAITING:
             tx.finished.add(rollout.rollout_id)

@@ -29,27 +29,27 @@ _OLDEST: Final = (
 
 
 class AnsweredCalls:
-    """The keyed calls of one transaction: those answered before, and those answered now."""
+    """The keyed calls of one transaction after the other."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[bytes, bytes | None]] = {}
-        self._new: list[str] = []
         self._since_trim = 0
 
     def load(self, tx: Tx, keys: list[str]) -> None:
         """Begin a transaction with these keys."""
-        self._known, self._new = {}, []
-        if keys:
-            rows = tx.all("SELECT key, digest, answer FROM answered_calls WHERE key = ANY (?)", keys)
-            self._known = {key: (digest, answer) for key, digest, answer in rows}
+        rows = tx.all("SELECT key, digest, answer FROM answered_calls WHERE key = ANY (?)", keys) if keys else ()
+        self._known = {key: (digest, answer) for key, digest, answer in rows}
 
-    def run(self, call: IdempotentCall, work: Callable[[], Any], convert: Callable[[Any], Any] | None) -> Any:
+    def run(self, tx: Tx, call: IdempotentCall, work: Callable[[], Any], convert: Callable[[Any], Any] | None) -> Any:
         """Run `work` unless the key is known. Raises AlreadyAnsweredError for a repeated call, ConflictError for a key
         that was used with other arguments. A call that raises leaves no row: it did nothing."""
         if call.key not in self._known:
             result = work()
-            self._known[call.key] = (call.digest, call.encoded(result if convert is None else convert(result)))
-            self._new.append(call.key)
+            answer = call.encoded(result if convert is None else convert(result))
+            self._known[call.key] = (call.digest, answer)
+            tx.insert(_INSERT, [(call.key, call.digest, tx.wall, answer)])
+            tx.count(_BYTES, ROW_BYTES + len(answer or b""))
+            self._since_trim += 1
             return result
         digest, answer = self._known[call.key]
         if digest != call.digest:
@@ -59,15 +59,8 @@ class AnsweredCalls:
             )
         raise AlreadyAnsweredError(answer)
 
-    def write(self, tx: Tx) -> None:
-        """Insert the new rows, when all commands of a transaction have run."""
-        if not self._new:
-            return
-        rows = [(key, digest, tx.wall, answer) for key in self._new for digest, answer in [self._known[key]]]
-        self._new = []
-        tx.insert(_INSERT, rows)
-        tx.count(_BYTES, sum([ROW_BYTES + len(answer or b"") for *_, answer in rows]))
-        self._since_trim += len(rows)
+    def trim(self, tx: Tx) -> None:
+        """When all commands of a transaction have run."""
         if self._since_trim >= TRIM_INTERVAL:
             self._since_trim = 0
             tx.count(_BYTES, -_trim(tx))

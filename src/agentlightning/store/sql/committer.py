@@ -210,7 +210,7 @@ class DatabaseThread:
         """Hand results over to the event loops of their callers: one wake-up for each loop."""
         loops: dict[asyncio.AbstractEventLoop, list[Result]] = {}
         for result in results:
-            loops.setdefault(result[0].future.get_loop(), []).append(result)
+            loops.setdefault(result[0].loop, []).append(result)
         for loop, its_results in loops.items():
             try:
                 loop.call_soon_threadsafe(self._resolve, its_results)
@@ -349,7 +349,7 @@ class Committer(DatabaseThread):
 
     def _resolve(self, results: list[Result]) -> None:
         super()._resolve(results)
-        results[0][0].future.get_loop().call_soon(self._on_callers_ran)  # after them
+        results[0][0].loop.call_soon(self._on_callers_ran)  # after them
 
     def _on_callers_ran(self) -> None:
         self._turn_seconds = time.perf_counter() - self._delivered_at
@@ -361,9 +361,10 @@ class Committer(DatabaseThread):
         batch, started = self._running, time.perf_counter()
         results = self._try_batch(batch)
         self._committed += results
-        seconds = time.perf_counter() - started
-        for command, _, _ in results:
-            self._notify_observer(command, started, seconds, len(batch))
+        if self.observe is not None:
+            seconds = time.perf_counter() - started
+            for command, _, _ in results:
+                self._notify_observer(command, started, seconds, len(batch))
         self._running = []
         # Where a commit takes longer than callers need to call again, the next one is to have their calls, too.
         # Otherwise, while commands are queued, results are delivered just before the next commit: it releases the
@@ -471,8 +472,7 @@ class Committer(DatabaseThread):
         self._serve_claims([command for command in writing if isinstance(command, ClaimRollouts)], results)
         for rollout_id in tx.deleted:
             self.spans.recent.forget(rollout_id)
-        tx.flush()
-        self._answered.write(tx)
+        self._answered.trim(tx)
         tx.finish()
         for command in batch:
             if command.reads:
@@ -547,9 +547,8 @@ class Committer(DatabaseThread):
             self.claims.begin(sum([command.limit for command in claims]))
         empty: set[QueueNames] = set()
         for command in claims:
-            in_vain = (
-                command.queues in empty and not command.attempts
-            )  # another claim of these queues has found nothing
+            # Not again where another claim of the same queues has found nothing.
+            in_vain = command.queues in empty and not command.attempts
             if in_vain or not self._run_command(command, results):
                 empty.add(command.queues)
                 self._waiting.setdefault(command)
@@ -568,12 +567,11 @@ class Committer(DatabaseThread):
             return True
         tx = self.tx
         tx.changed = False
-        argument = self._connection if command.reads else tx
         try:
             if command.idempotent is None:
-                value = command.run(argument)
+                value = command.run(self._connection if command.reads else tx)
             else:
-                value = self._answered.run(command.idempotent, partial(command.run, argument), command.convert)
+                value = self._answered.run(tx, command.idempotent, partial(command.run, tx), command.convert)
         except self._database.errors:
             raise
         except Exception as error:

@@ -219,8 +219,7 @@ class PostgresSchema:
             self.execute(statement)
 
     def has(self, table: str) -> bool:
-        row = self.connection.execute("SELECT to_regclass(%s) IS NOT NULL", [table]).fetchone()
-        return bool(row and row[0])
+        return fetch_value(self.connection, "SELECT to_regclass(%s) IS NOT NULL", table)
 
     def execute(self, statement: str) -> psycopg.Cursor[Any]:
         return self.connection.execute(statement.encode())
@@ -467,8 +466,8 @@ class PostgresConnection(Connection):
         if name is None:
             name = self._statements[sql] = b"agl_%d" % next(self._names)
             self._calls.append(_Call(name, [], [], sql))
-        encoded = [_ENCODERS.get(type(value), _encode_subclass)(value) for value in values]
-        self._calls.append(_Call(name, encoded, [int(type(value) is bytes) for value in values]))
+        formats = [int(type(value) is bytes) for value in values]
+        self._calls.append(_Call(name, list(map(encode, values)), formats))
 
     def _exchange(self) -> pq.abc.PGresult:
         """Send what is queued; returns the last result. Bypasses psycopg's cursor, which costs more CPU."""

@@ -278,19 +278,18 @@ def start(tx: Tx, new: New, has_id: bool, worker_id: str | None, claim_id: str |
     """Create a rollout and claim it. has_id: the caller chose its id."""
     _, row = new
     tx.check_resources(row.resources_id)
-    if before := claimed_before(tx, claim_id, 1):
-        return mapping.to_attempted(before[0])
-    if has_id and tx.find_rollout(row.rollout_id) is not None:
+    before = claimed_before(tx, claim_id, 1)
+    if not before and has_id and tx.find_rollout(row.rollout_id) is not None:
         raise ConflictError(f"rollout {row.rollout_id!r} exists already; use start_attempt")
-    return mapping.to_attempted(claim(tx, add(tx, row), worker_id, first_of_claim(claim_id)))
+    return mapping.to_attempted(before[0] if before else claim(tx, add(tx, row), worker_id, first_of_claim(claim_id)))
 
 
 def start_attempt(
     tx: Tx, rollout_id: str, worker_id: str | None = None, claim_id: str | None = None
 ) -> AttemptedRollout:
-    if before := claimed_before(tx, claim_id, 1):
-        return mapping.to_attempted(before[0])
-    return mapping.to_attempted(claim(tx, tx.rollout(rollout_id), worker_id, first_of_claim(claim_id)))
+    before = claimed_before(tx, claim_id, 1)
+    attempt = before[0] if before else claim(tx, tx.rollout(rollout_id), worker_id, first_of_claim(claim_id))
+    return mapping.to_attempted(attempt)
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
@@ -369,7 +368,13 @@ class ClaimRollouts(Command):
     waited = False
 
     def __init__(
-        self, claims: Claims, name: str, limit: int, worker_id: str | None, queues: Any, claim_id: str | None
+        self,
+        claims: Claims,
+        name: str,
+        limit: int,
+        worker_id: str | None,
+        queues: Sequence[str] | None = None,
+        claim_id: str | None = None,
     ) -> None:
         check_claimer(worker_id, claim_id)
         if limit < 0:
@@ -550,9 +555,6 @@ def update_attempt(
         attempt = mapping.to_attempt(row, rollout_id)
         return replace(attempt, metadata={**attempt.metadata, "superseded": True})
     failed = status in FAILURES and status != row.status
-    worker = worker_of(tx, row) if failed else None
-    if worker_id is not None:
-        worker = tx.worker(worker_id)
     if last_heartbeat_time is not None:
         beat(tx, row, last_heartbeat_time)
     if status is not None:
@@ -562,21 +564,15 @@ def update_attempt(
         tx.set(row, metadata=validation.to_json(merged, "metadata"))
     if worker_id is not None:
         tx.set(row, worker_id=worker_id)
-        if worker is not None:
-            beat_worker(tx, worker)
+        beat_worker(tx, tx.worker(worker_id))
     if failed:
-        record_failure(tx, worker, row)
+        record_failure(tx, row)
     return mapping.to_attempt(row, rollout_id)
 
 
-def worker_of(tx: Tx, attempt: AttemptRow) -> WorkerRow | None:
-    """The worker that runs an attempt."""
-    return None if attempt.worker_id is None else tx.worker(attempt.worker_id)
-
-
-def record_failure(tx: Tx, worker: WorkerRow | None, attempt: AttemptRow) -> None:
-    """Set the last error of a worker to that of an attempt."""
-    if worker is None:
+def record_failure(tx: Tx, attempt: AttemptRow) -> None:
+    """Set the last error of its worker to that of an attempt."""
+    if attempt.worker_id is None:
         return
     error = mapping.metadata_of(attempt).get("error")
     details = error if isinstance(error, dict) else {}
@@ -587,7 +583,7 @@ def record_failure(tx: Tx, worker: WorkerRow | None, attempt: AttemptRow) -> Non
         "message": details.get("message", f"the attempt became {attempt.status}"),
         "time": tx.wall,
     }
-    tx.set(worker, last_error=validation.to_json(last_error, "last_error"))
+    tx.set(tx.worker(attempt.worker_id), last_error=validation.to_json(last_error, "last_error"))
 
 
 def update_worker(tx: Tx, worker_id: str, **changes: Any) -> Worker:
@@ -667,10 +663,9 @@ def _within_limit(attempt: AttemptRow) -> str:
 
 def _end(tx: Tx, attempt: AttemptRow, status: str, error: dict[str, str]) -> None:
     """End one attempt. One that is damaged is set aside with its rollout, so that it holds up no other."""
-    worker = worker_of(tx, attempt)
     try:
         set_attempt_status(tx, attempt, status, error)
-        record_failure(tx, worker, attempt)
+        record_failure(tx, attempt)
     except StoreError as refusal:  # before anything was changed
         tx.set(attempt, timeout_at=None, silent_at=None)
         if is_current(attempt):

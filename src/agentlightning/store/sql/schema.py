@@ -241,38 +241,33 @@ STEPS: Final[Mapping[int, Step]] = {}
 """By version: the step from the version before. It has the SQL of its version, and never imports the tables above."""
 
 
-def _about(schema: Schema) -> dict[str, str]:
-    """The table `about`; nothing for an empty database."""
-    return dict(schema.execute("SELECT name, value FROM about").fetchall()) if schema.has("about") else {}
-
-
-def _version(about: Mapping[str, str]) -> str:
+def _version(schema: Schema) -> str | None:
+    """What the table `about` says: None for an empty database, "" for one of a development version."""
+    about = dict(schema.execute("SELECT name, value FROM about").fetchall()) if schema.has("about") else {}
+    if not about:
+        return None
     return about.get("schema_version", "") if about.get("since") == _SINCE else ""
 
 
 def migrate(schema: Schema, latest: int = SCHEMA_VERSION, steps: Mapping[int, Step] = STEPS) -> None:
     """Bring a database to version `latest` in one transaction. Raises StoreVersionError for one of another version, and
     StoreError for no store: this code could lose what is in it."""
-    if _version(_about(schema)) == str(latest):
+    if _version(schema) == str(latest):
         return
     with schema.exclusive():
-        about = _about(schema)  # another process may have migrated it meanwhile
-        if _version(about) == str(latest):
+        found = _version(schema)  # another process may have migrated it meanwhile
+        if found == str(latest):
             return
-        if not about:
+        if found is None:
             schema.create()
         else:
-            for step in _steps(schema.name, _version(about), latest, steps):
-                step(schema)
+            numbers = range(int(found) + 1, latest + 1) if found.isdecimal() else ()
+            if not numbers or not set(numbers) <= steps.keys():
+                raise _refusal(schema.name, found or "of a development one", latest)
+            for number in numbers:
+                steps[number](schema)
         schema.execute("DELETE FROM about")
         schema.execute(f"INSERT INTO about (name, value) VALUES ('schema_version', '{latest}'), ('since', '{_SINCE}')")
-
-
-def _steps(name: str, found: str, latest: int, steps: Mapping[int, Step]) -> list[Step]:
-    numbers = range(int(found) + 1, latest + 1) if found.isdecimal() else ()
-    if not numbers or not set(numbers) <= steps.keys():
-        raise _refusal(name, found or "of a development one", latest)
-    return [steps[number] for number in numbers]
 
 
 def check_version(name: str, found: str) -> None:

@@ -239,13 +239,17 @@ class SpanWriter:
             known.last_key, known.ids = 0, set()  # other servers have stored packs with lower keys
         return known.ids
 
-    def _known_of(self, attempt: AttemptRow) -> _Known:
-        """Nothing is known of an attempt without spans, though one of its key and id may have been deleted."""
+    def _known_of(self, attempt: AttemptRow, remember: bool = True) -> _Known:
+        """Nothing is known of an attempt without spans, though one of its key and id may have been deleted. remember:
+        the next spans will be compared with it; many objects would slow the garbage collector down."""
         identity = attempt.key, attempt.attempt_id, attempt.start_time
         known = self._known.get(identity)
         if known is None or not attempt.spans:
-            known = self._known[identity] = _Known(-1 if attempt.spans else 0)
-            self._bytes += KNOWN_BYTES
+            known = _Known(-1 if attempt.spans else 0)
+            self._known.pop(identity, None)
+            if remember:
+                self._known[identity] = known
+                self._bytes += KNOWN_BYTES
         return known
 
     def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> None:
@@ -255,24 +259,25 @@ class SpanWriter:
         key, before, count = tx.connection.new_key("span_packs", 0), attempt.spans, part.count
         if self._bytes > CACHE_BYTES:
             self._known, self._bytes = {}, 0
-        known = self._known_of(attempt)
+        known = self._known_of(attempt, part.named or bool(part.prompts))
         if part.named and not before:
             known.ids = set()
         if known.ids is not None and len(known.ids) == before:
             known.ids.update(part.span_ids)
             self._bytes += ID_BYTES * count
-        prompts: list[tuple[Any, ...]] = []
+        kept = 0
         if part.prompts:
+            self._bytes -= sum([len(leaf.ids) for leaf in known.leaves])
             if known.spans != before:
                 known.leaves = read_leaves(tx, attempt.key, known.leaves)
             known.spans = before
-            self._bytes -= sum([len(leaf.ids) for leaf in known.leaves])
             prompts = [add_prompt(known.leaves, attempt.key, place_of(key, index), ids) for index, ids in part.prompts]
             self._bytes += sum([len(leaf.ids) for leaf in known.leaves])
+            kept = sum([len(row[-1]) for row in prompts])
             tx.insert(_INSERT_PROMPT, prompts)
         if known.spans == before:
             known.spans += count
-        mark, kept = attempt.superseded if superseded is None else superseded, sum([len(row[-1]) for row in prompts])
+        mark = attempt.superseded if superseded is None else superseded
         tx.insert(_INSERT_PACK, [(key, attempt.key, first, count, mark, part.ids, part.body)])
         if first > UNPLACED:
             tx.insert(_INSERT_PLACE, [(attempt.key, span_id, key) for span_id in part.span_ids])
@@ -518,15 +523,13 @@ def newest(connection: Connection, limit: int = 100) -> list[Span]:
     """The spans that were stored last, the newest first."""
     if limit < 0:
         raise ConfigError(f"limit={limit} is negative; use 0 or more")
-    found: list[Span] = []
-    key = validation.NO_LIMIT
-    while len(found) < limit:
+    return list(islice(_newest(connection), limit))
+
+
+def _newest(connection: Connection) -> Iterator[Span]:
+    key, rows = validation.NO_LIMIT, [()]
+    while rows:
         rows = connection.all(_NEWEST, key, NEWEST_BATCH)
         for row in rows:
-            if len(found) >= limit:
-                break
-            found += reversed(next(_unpack(PromptReader(connection), [row], *row[-2:])))
-        if len(rows) < NEWEST_BATCH:
-            break
-        key = rows[-1][0]
-    return found[:limit]
+            yield from reversed(next(_unpack(PromptReader(connection), [row], *row[-2:])))
+            key = row[0]

@@ -215,10 +215,10 @@ class SqliteConnection(Connection):
     def changed(self) -> bool:
         if self._path is None:
             return False
-        version = self._cursor.execute("PRAGMA data_version").fetchone()[0]
+        version = _retry_busy(lambda: _number(self._cursor, "data_version"))
         before = self._data_version
         if version != before:
-            self._check_version()  # where it raises, so it does in the next transaction
+            _retry_busy(self._check_version)  # where it raises, so it does in the next transaction
             self._data_version, self._marked = version, False
             self._keys.clear()
         return before not in (-1, version)

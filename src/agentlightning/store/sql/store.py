@@ -138,17 +138,10 @@ class SqlStore(LightningStoreBase):
         return await command.future
 
     async def claim(
-        self,
-        name: str,
-        limit: int = 1,
-        worker_id: str | None = None,
-        timeout: float | None = None,
-        *,
-        queues: Sequence[str] | None = None,
-        claim_id: str | None = None,
+        self, name: str, limit: int = 1, worker_id: str | None = None, timeout: float | None = None, **names: Any
     ) -> list[AttemptedRollout]:
-        """Claim by the command `name`."""
-        command = ClaimRollouts(self.writer.claims, name, limit, worker_id, queues, claim_id)
+        """Claim by the command `name`. names: queues, claim_id."""
+        command = ClaimRollouts(self.writer.claims, name, limit, worker_id, **names)
         command.deadline = time.monotonic() + max(0.0, timeout or 0.0)
         if not limit:
             return []
@@ -396,14 +389,14 @@ Check = Callable[[Any, str], Any]
 """Of an argument and its name: returns what is stored, or raises ConfigError."""
 
 
-def _writer(name: str, run: Callable[..., Any], checks: Mapping[str, Check]) -> Callable[..., Any]:
+def _writer(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     _, *parameters = inspect.signature(getattr(LightningStoreBase, name)).parameters.values()
-    defaults = {each.name: each.default for each in parameters}
+    defaults, checks = {each.name: each.default for each in parameters}, {**_CHECKS, **_OWN_CHECKS.get(name, {})}
 
     async def write(self: SqlStore, *arguments: Any, **options: Any) -> Any:
         _check_positions(name, arguments)
         options.update(zip(defaults, arguments, strict=False))
-        if options.keys() - checks.keys():
+        if options.keys() - defaults.keys():
             raise TypeError(f"{name} takes {', '.join(defaults)}; it got {', '.join(map(str, [*arguments, *options]))}")
         values = {each: checks[each](value, each) for each, value in options.items() if value is not defaults[each]}
         command = Command(
@@ -428,60 +421,54 @@ def _optional_text(value: Any, name: str) -> str | None:
     return None if value is None else validation.check_text(value, name)
 
 
-def _resources(value: Any, _: str) -> str:
-    return mapping.dump_resources(value)
-
-
-_ROLLOUT: Final[Mapping[str, Check]] = {"rollout_id": validation.check_text}
-_ATTEMPT: Final[Mapping[str, Check]] = {**_ROLLOUT, "attempt_id": validation.check_text}
-_WORKER: Final[Mapping[str, Check]] = {"worker_id": validation.check_text}
-_WRITES: Final[Mapping[str, tuple[Callable[..., Any], Mapping[str, Check]]]] = {
-    "start_attempt": (rollout_commands.start_attempt, {**_ROLLOUT, **_WORKER, "claim_id": validation.check_text}),
-    "requeue_rollout": (
-        rollout_commands.requeue,
-        {**_ROLLOUT, "reason": lambda value, name: validation.to_json(value, name) and value},
-    ),
-    "cancel_rollout": (rollout_commands.cancel, _ROLLOUT),
-    "update_rollout": (
-        rollout_commands.update,
-        {
-            **_ROLLOUT,
-            "input": validation.to_json,
-            "mode": _optional_text,
-            "resources_id": _optional_text,
-            "status": lambda value, _: validation.check_status(value, ROLLOUT_TRANSITIONS),
-            "config": lambda value, _: mapping.config_text(value),
-            "metadata": validation.dict_to_json,
-        },
-    ),
-    "update_attempt": (
-        rollout_commands.update_attempt,
-        {
-            **_ATTEMPT,
-            **_WORKER,
-            "status": lambda value, _: validation.check_status(value, ATTEMPT_TRANSITIONS),
-            "last_heartbeat_time": validation.check_time,
-            "metadata": lambda value, name: validation.dict_to_json(value, name) and value,
-        },
-    ),
-    "add_resources": (admin.add_resources, {"resources": _resources, "resources_id": validation.check_new_id}),
-    "update_resources": (admin.update_resources, {"resources": _resources, "resources_id": validation.check_new_id}),
-    "delete_resources": (admin.delete_resources, {"resources_id": validation.check_text}),
-    "update_worker": (
-        rollout_commands.update_worker,
-        {**_WORKER, "stats": validation.dict_to_json, "lease_seconds": _check_lease},
-    ),
-    "delete_rollouts": (admin.delete, {"rollout_ids": validation.check_texts}),
+_CHECKS: Final[Mapping[str, Check]] = {
+    **dict.fromkeys(("rollout_id", "attempt_id", "worker_id", "claim_id", "resources_id"), validation.check_text),
+    "rollout_ids": validation.check_texts,
+    "reason": lambda value, name: validation.to_json(value, name) and value,
+    "input": validation.to_json,
+    "mode": _optional_text,
+    "config": lambda value, _: mapping.config_text(value),
+    "metadata": validation.dict_to_json,
+    "stats": validation.dict_to_json,
+    "last_heartbeat_time": validation.check_time,
+    "lease_seconds": _check_lease,
+    "resources": lambda value, _: mapping.dump_resources(value),
 }
-"""By method of the contract: the function of a transaction that it runs, and the checks of its arguments. What is left
-at its default is not passed. The rows that an argument names are loaded with those of the batch."""
+"""By argument: its check. What is left at its default is not passed."""
+_OWN_CHECKS: Final[Mapping[str, Mapping[str, Check]]] = {
+    "update_rollout": {
+        "resources_id": _optional_text,
+        "status": lambda value, _: validation.check_status(value, ROLLOUT_TRANSITIONS),
+    },
+    "update_attempt": {
+        "status": lambda value, _: validation.check_status(value, ATTEMPT_TRANSITIONS),
+        "metadata": lambda value, name: validation.dict_to_json(value, name) and value,
+    },
+    "add_resources": {"resources_id": validation.check_new_id},
+    "update_resources": {"resources_id": validation.check_new_id},
+}
+"""By method: where it checks otherwise."""
+_WRITES: Final[Mapping[str, Callable[..., Any]]] = {
+    "start_attempt": rollout_commands.start_attempt,
+    "requeue_rollout": rollout_commands.requeue,
+    "cancel_rollout": rollout_commands.cancel,
+    "update_rollout": rollout_commands.update,
+    "update_attempt": rollout_commands.update_attempt,
+    "update_worker": rollout_commands.update_worker,
+    "add_resources": admin.add_resources,
+    "update_resources": admin.update_resources,
+    "delete_resources": admin.delete_resources,
+    "delete_rollouts": admin.delete,
+}
+"""By method of the contract: the function of a transaction that it runs. Rows that an argument names are loaded with
+those of the batch."""
 
 
 implement(
     SqlStore,
     {
         **{name: _reader(name, query) for name, query in _READS.items()},
-        **{name: _writer(name, *write) for name, write in _WRITES.items()},
+        **{name: _writer(name, run) for name, run in _WRITES.items()},
         "query_spans": _query_spans,
         "enqueue_rollout": _enqueue_rollout,
         "start_rollout": _start_rollout,

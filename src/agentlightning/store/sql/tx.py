@@ -105,8 +105,8 @@ class Connection(Protocol):
         ...
 
     def changed(self) -> bool:
-        """Whether another connection has written since the last call; valid until the end of the transaction, which
-        begins with it if it writes. On a `shared` database, nobody asks."""
+        """Whether another connection has written since the last call; valid until the end of a transaction that writes
+        and begins with it. On a `shared` database, nobody asks."""
         return True
 
     def fresh(self) -> bool:

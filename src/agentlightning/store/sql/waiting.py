@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.store.idempotency import IdempotentCall
@@ -20,28 +19,37 @@ def given(name: str | None) -> tuple[str, ...]:
     return () if name is None else (name,)
 
 
-@dataclass(eq=False)
 class Command:
     """One operation and the future of its result: a function of a transaction, or of a connection if it only `reads`.
     It may run several times before its transaction commits."""
 
-    name: str
-    run: Callable[[Any], Any]
-    rollouts: Iterable[str] = ()
-    """Ids of rows that are loaded with those of its batch. Others are loaded when it needs them."""
-    workers: Iterable[str] = ()
-    attempts: Iterable[str] = ()
-    new_rollouts: int = 0
-    reads: bool = False
-    durable: bool = True
+    done = False
+    durable = True
     """Whether its result survives a power failure, not only the end of the process."""
+    submitted_at = 0.0
     idempotent: IdempotentCall | None = None
     """Set for a command that has an idempotency key."""
     convert: Callable[[Any], Any] | None = None
     """Turns the result into what its caller returns, which is what an idempotency key stores."""
-    done: bool = False
-    submitted_at: float = 0.0
-    future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[Any], Any],
+        rollouts: Iterable[str] = (),
+        workers: Iterable[str] = (),
+        attempts: Iterable[str] = (),
+        new_rollouts: int = 0,
+        reads: bool = False,
+    ) -> None:
+        self.name = name
+        self.run = run
+        self.rollouts, self.workers, self.attempts = rollouts, workers, attempts
+        """Ids of rows that are loaded with those of its batch. Others are loaded when it needs them."""
+        self.new_rollouts = new_rollouts
+        self.reads = reads
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
 
 
 class Wait:
