@@ -26,7 +26,6 @@ from agentlightning.policy.config import OptimizerConfig
 from agentlightning.policy.losses import ADVANTAGES, SAMPLED_LOGPROBS, LossSetting, TokenBatch, TokenLoss, token_losses
 from agentlightning.policy.update.packing import MicroBatch, TokenTable, plan, token_table
 from agentlightning.policy.update.updater import (
-    EntropyHistory,
     Sums,
     Updater,
     not_finite_in_data,
@@ -91,7 +90,7 @@ class RemoteUpdater(Updater):
         self.optimizer = cast(Any, RemoteOptimizer(session, optimizer))
         self.forward = cast(Any, SimpleNamespace(tensor=torch.from_numpy))
         self.value_head = self.value_optimizer = self.average = None
-        self.entropy = EntropyHistory()
+        self.entropy = 0.0, 0
 
     def step(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> dict[str, float]:
         """See `Updater.step`. Raises PolicyError for losses and options that the API cannot express, before anything is

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from agentlightning.store.http.encoding import status_of
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -24,7 +23,7 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError, StoreAuthError
 from agentlightning.policy.config import PolicyConfig
 from agentlightning.policy.open import policy_config
-from agentlightning.store.http.endpoint import ClientDisconnected, receive_body
+from agentlightning.store.http.endpoint import ClientDisconnected, receive_body, status_of
 from agentlightning_tinker.server import wire
 from agentlightning_tinker.server.host import AdapterHost
 from agentlightning_tinker.server.requests import Found, json_response
