@@ -12,11 +12,14 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
 from aiohttp import web
+from tests.support.waiting import wait_until
 
 from agentlightning import span as names
 from agentlightning.config import TrainConfig
@@ -284,6 +287,28 @@ async def test_the_process_runs_tasks_says_what_fails_and_cancels_what_nobody_wa
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(play(tasks[8]), 0.5)
     await asyncio.to_thread(wait_for_file, "cancelled")
+
+
+KILLED = """
+import asyncio, os, sys
+from agentlightning.integrations.verifiers import Worker
+worker = Worker.of(sys.executable)
+env = {"name": "numbers", "harness": "null", "runtime": "subprocess", "options": {}}
+asyncio.run(worker.request({"method": "tasks", "env": env, "limit": 1, "seed": 0}))
+print(worker._folder.name, flush=True)
+os._exit(0)
+"""
+
+
+def test_nothing_is_left_of_a_host_that_ends_without_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hosts end that are killed, and the processes of their group by SIGTERM."""
+    monkeypatch.chdir(tmp_path)
+    install_package()
+    host = Popen([sys.executable, "-c", KILLED], stdout=PIPE, text=True, start_new_session=True)
+    folder, _ = host.communicate(timeout=30)
+    with suppress(ProcessLookupError):
+        os.killpg(host.pid, signal.SIGTERM)
+    wait_until(lambda: not Path(folder.strip()).exists())
 
 
 # -- the real package ------------------------------------------------------------------------------------------------
