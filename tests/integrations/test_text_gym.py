@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -125,6 +127,19 @@ async def test_an_unfinished_game_without_rewards_has_none(requests: list[Any]) 
 
 async def test_the_last_reward_of_the_moves_holds_what_the_opponent_brought_about(requests: list[Any]) -> None:
     assert await rewards(play(Duel(), opponent=str.upper, rewards="moves")) == [0.0, 1.0]
+
+
+async def test_a_game_of_textarena_that_ends_without_rewards_has_a_reward_of_0(
+    requests: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = SimpleNamespace(
+        reset=lambda **_: None,
+        get_observation=lambda: (0, "begin"),
+        step=lambda text: (True, {}),
+        close=lambda: (None, {}),
+    )
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: env))
+    assert await rewards(play(text_gym.TextArenaGame("Endless-v0"))) == [0.0]
 
 
 # -- the real package ------------------------------------------------------------------------------------------------

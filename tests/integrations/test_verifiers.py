@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
 from aiohttp import web
+from tests.support.waiting import wait_until
 
 from agentlightning import span as names
 from agentlightning.config import TrainConfig
@@ -24,15 +30,22 @@ from agentlightning.task import load_dataset
 from agentlightning.tracing.scope import scope
 
 FAKE = """#!{python}
-import json, os, socket, sys, threading, time
+import json, os, socket, subprocess, sys, threading, time
 def answer(request):
     if request["method"] == "tasks":
+        if request["env"]["name"] == "slow":
+            time.sleep(2)
+            open("loaded", "w").close()
         if request["env"]["name"] == "missing":
             return {{"error": "ModuleNotFoundError: no missing"}}
         options, total = request["env"]["options"], min(request["limit"], 30)
         return {{"result": [{{"index": i, "prompt": f"task {{i}} {{options}}"}} for i in range(total)]}}
     if request["index"] == 13:
         print("out of luck", file=sys.stderr, flush=True)
+        os._exit(3)
+    if request["index"] == 14:
+        subprocess.Popen(["sleep", "5"])
+        time.sleep(0.3)
         os._exit(3)
     if request["index"] == 7:
         return {{"error": "ValueError: bad task"}}
@@ -143,6 +156,46 @@ async def test_a_process_that_dies_says_why_and_is_started_again(python: str) ->
     assert (await play(task_of(python, 5)))[1] == [0.5]
 
 
+async def test_a_process_that_dies_stops_nothing_else(python: str) -> None:
+    """Also where a program that it started still has its output open."""
+    began, ticks = time.monotonic(), [time.monotonic()]
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            ticks.append(time.monotonic())
+
+    ticking = asyncio.create_task(tick())
+    dead = await asyncio.gather(*(play(task_of(python, 14)) for _ in range(3)), return_exceptions=True)
+    await asyncio.sleep(0.1)
+    ticking.cancel()
+    assert all("ended (3)" in str(each) for each in dead)
+    longest = max(after - before for before, after in itertools.pairwise(ticks))
+    assert longest < (time.monotonic() - began) / 3
+
+
+async def test_more_rollouts_may_begin_than_a_process_that_starts_can_hold(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifiers, "BACKLOG", 1)
+    slow = tmp_path / "slow"
+    slow.write_text(f'#!/bin/sh\nsleep 0.3\nexec {python} "$@"\n')
+    slow.chmod(0o755)
+    found = await asyncio.gather(*(play(task_of(str(slow), 5)) for _ in range(20)))
+    assert [rewards for _, rewards in found] == [[0.5]] * 20
+
+
+def test_an_interrupt_ends_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text(FAKE.format(python=sys.executable))
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    interrupt = threading.Timer(0.7, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        load_dataset(f"verifiers:slow?python={tmp_path}/python")
+    assert not (tmp_path / "loaded").exists(), "it did not wait for its end"
+
+
 async def test_a_cancelled_rollout_is_cancelled_in_the_process(python: str) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(play(task_of(python, 99)), 0.5)
@@ -234,6 +287,28 @@ async def test_the_process_runs_tasks_says_what_fails_and_cancels_what_nobody_wa
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(play(tasks[8]), 0.5)
     await asyncio.to_thread(wait_for_file, "cancelled")
+
+
+KILLED = """
+import asyncio, os, sys
+from agentlightning.integrations.verifiers import Worker
+worker = Worker.of(sys.executable)
+env = {"name": "numbers", "harness": "null", "runtime": "subprocess", "options": {}}
+asyncio.run(worker.request({"method": "tasks", "env": env, "limit": 1, "seed": 0}))
+print(worker._folder.name, flush=True)
+os._exit(0)
+"""
+
+
+def test_nothing_is_left_of_a_host_that_ends_without_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hosts end that are killed, and the processes of their group by SIGTERM."""
+    monkeypatch.chdir(tmp_path)
+    install_package()
+    host = Popen([sys.executable, "-c", KILLED], stdout=PIPE, text=True, start_new_session=True)
+    folder, _ = host.communicate(timeout=30)
+    with suppress(ProcessLookupError):
+        os.killpg(host.pid, signal.SIGTERM)
+    wait_until(lambda: not Path(folder.strip()).exists())
 
 
 # -- the real package ------------------------------------------------------------------------------------------------

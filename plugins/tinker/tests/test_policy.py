@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,6 +255,14 @@ async def test_closing_stops_the_heartbeats_though_the_server_is_gone(model: Pat
             return
         await asyncio.sleep(0.05)
     pytest.fail("the heartbeats go on")
+
+
+async def test_closing_holds_up_nothing_while_the_package_still_makes_its_session() -> None:
+    made, waited = threading.Event(), list[bool]()
+    service = SimpleNamespace(close=lambda status: waited.append(made.wait(5)))
+    await session.TinkerSession(TinkerConfig(), service, "tiny").close()
+    assert not waited
+    made.set()
 
 
 async def test_a_wrong_key_a_missing_one_and_a_server_that_is_none_are_said_so(

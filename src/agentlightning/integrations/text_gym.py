@@ -84,8 +84,8 @@ class TextArenaGame:
         done, _ = self.env.step(text)
         if not done:
             return self._turn(), 0.0
-        self.rewards = cast("Mapping[int, float]", self.env.close()[0])
-        return None, float(self.rewards.get(0, 0.0))
+        self.rewards = cast("Mapping[int, float] | None", self.env.close()[0])
+        return None, float((self.rewards or {}).get(0, 0.0))
 
     def _turn(self) -> Turn:
         """The turn, with what is new to the player: textarena repeats all it has shown before."""

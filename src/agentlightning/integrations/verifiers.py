@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from errno import EAGAIN
 from pathlib import Path
 from socket import AF_UNIX, socket
 from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
@@ -54,13 +55,16 @@ def load(address: Address) -> list[Any]:
     }
     request = {"method": "tasks", "env": env, "limit": address.size * (CANDIDATES if address.part else 1)}
     worker = Worker(python)
-    try:
-        with ThreadPoolExecutor(1) as another:  # this thread may have an event loop
+    with ThreadPoolExecutor(1) as another:  # this thread may have an event loop
+        try:
             tasks = another.submit(asyncio.run, worker.request({**request, "seed": address.seed})).result()
-    except AgentError as error:
-        raise DatasetError(f"verifiers:{address.name} cannot be loaded by {python}: {error}") from error
-    finally:
-        worker.close()
+        except AgentError as error:
+            raise DatasetError(f"verifiers:{address.name} cannot be loaded by {python}: {error}") from error
+        except BaseException:  # an interrupt ends the load too
+            worker.kill()
+            raise
+        finally:
+            worker.close()
     kept = [task for task in tasks if address.keeps(str(task["index"]))][: address.size]
     if not kept:
         raise DatasetError(f"verifiers:{address.name} has no task{f' in part={address.part}' if address.part else ''}")
@@ -133,16 +137,19 @@ class Worker:
 
     async def request(self, request: Mapping[str, Any]) -> Any:
         """The result of a request. Raises AgentError for an error, or if the process dies."""
-        reply = b""
+        reply, connection = b"", socket(AF_UNIX)
+        connection.setblocking(False)
+        while connection.connect_ex(self._address) == EAGAIN:  # noqa: ASYNC110  more than BACKLOG wait
+            await asyncio.sleep(0.1)
         with suppress(OSError):
-            reader, writer = await asyncio.open_unix_connection(self._address)
+            reader, writer = await asyncio.open_unix_connection(sock=connection)
             try:
                 writer.write(json.dumps(request).encode() + b"\n")
                 reply = await reader.read()
             finally:
                 writer.close()
         if not reply:  # it has died
-            self._end(DEATH_SECONDS)
+            await asyncio.to_thread(self._end, DEATH_SECONDS)
             printed = b"".join(self._printed).decode(errors="replace")
             raise AgentError(f"the process of verifiers has ended ({self._process.returncode}):\n{printed}")
         found = json.loads(reply)
@@ -154,6 +161,9 @@ class Worker:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             self._printed.extend(lines)
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def close(self) -> None:
         """End the process, and what it runs."""

@@ -8,7 +8,8 @@ line of JSON, and its reply, JSON up to the end. A request ends with its connect
     {"method": "rollout", "env": {...}, "index": 0, "base_url": "...", "api_key": "...", "model": "..."}
         -> {"result": {"reward": 1.0, "rewards": {"name": 1.0}, "output": "..."}}
 
-`env`: name, harness, runtime, options. An error is {"error": "..."}. It exits at the end of stdin.
+`env`: name, harness, runtime, options. An error is {"error": "..."}. It exits at the end of stdin, and not by SIGTERM
+before: it removes the path of the socket, whose maker may have been killed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import json
 import os
 import sys
 from asyncio import StreamReader, StreamWriter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import cache
 from itertools import count
+from signal import SIGTERM, signal
 from socket import socket
 from typing import Any
 
@@ -123,7 +125,11 @@ async def main() -> None:
         listening = socket(fileno=int(sys.argv[1]))
         await asyncio.start_unix_server(Server(stack).serve, sock=listening, backlog=1024)
         await asyncio.to_thread(sys.stdin.read)
+        with suppress(OSError):
+            os.unlink(listening.getsockname())
+            os.rmdir(os.path.dirname(listening.getsockname()))
 
 
 if __name__ == "__main__":
+    signal(SIGTERM, lambda _, __: None)
     asyncio.run(main())

@@ -141,7 +141,9 @@ class TinkerSession:
         """End the session on the server; what was saved stays. Never fails: the server may be gone, which the package
         would ask for hours, with heartbeats meanwhile."""
         with suppress(Exception):  # the run's own error, or its result, is what counts
-            await asyncio.wait_for(asyncio.wrap_future(self._service.close(status).future()), CLOSE_SECONDS)
+            async with asyncio.timeout(CLOSE_SECONDS):
+                ending = await asyncio.to_thread(self._service.close, status)  # it waits for a session that is made
+                await asyncio.wrap_future(ending.future())
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
