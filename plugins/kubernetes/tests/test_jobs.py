@@ -114,6 +114,14 @@ async def test_a_field_without_a_value_is_one_that_is_left_out(tmp_path, cluster
     assert rollout.status == "succeeded"
 
 
+def test_a_name_without_a_text_stays_one_with_an_empty_text(tmp_path):
+    pod = {"spec": {"nodeSelector": {"gpu": None}, "containers": [{"name": "agent", "image": "agent:7"}]}}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "spec": {"template": pod}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    template = read_template(tmp_path / "job.yaml", ("true",), "http://server", 20.0)
+    assert template.manifest["spec"]["template"]["spec"]["nodeSelector"] == {"gpu": ""}
+
+
 @pytest.mark.parametrize("fresh_process", [False, True])
 async def test_fields_of_a_task_that_are_asked_for_are_variables_of_its_job(
     fresh_process, cluster, template, start, roll

@@ -21,7 +21,7 @@ from errno import EAGAIN
 from pathlib import Path
 from socket import AF_UNIX, socket
 from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from threading import Lock, Thread
 from typing import Any, Final
 
@@ -108,7 +108,9 @@ class Worker:
 
     def __init__(self, python: str) -> None:
         """Start a process of this Python."""
-        self._folder = TemporaryDirectory(prefix="agl-verifiers-", dir="/tmp")  # the path of a socket is short
+        # The path of a socket has at most 107 bytes.
+        where = None if len(os.fsencode(gettempdir())) < 64 else "/tmp"
+        self._folder = TemporaryDirectory(prefix="agl-verifiers-", dir=where)
         self._address = f"{self._folder.name}/socket"
         with socket(AF_UNIX) as listening:
             listening.bind(self._address)

@@ -123,7 +123,8 @@ def result_of(episode: Any) -> dict[str, Any]:
 async def main() -> None:
     async with AsyncExitStack() as stack:
         listening = socket(fileno=int(sys.argv[1]))
-        await asyncio.start_unix_server(Server(stack).serve, sock=listening, backlog=1024)
+        # A request is a line, whatever its length.
+        await asyncio.start_unix_server(Server(stack).serve, sock=listening, backlog=1024, limit=1 << 30)
         await asyncio.to_thread(sys.stdin.read)
         with suppress(OSError):
             os.unlink(listening.getsockname())

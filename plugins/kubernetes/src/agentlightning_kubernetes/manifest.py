@@ -73,9 +73,19 @@ def _check(manifest: Any, source: str) -> None:
         raise ConfigError(f"{source} has {len(containers)} containers; name the one of the agent {AGENT!r}")
 
 
-def _without_nulls(value: Any) -> Any:
+TEXTS: Final = ("annotations", "labels", "matchLabels", "nodeSelector")
+"""Fields of texts by names of the user's own, where null is an empty text."""
+
+
+def _without_nulls(value: Any, null: str | None = None) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in cast(dict[str, Any], value).items() if each is not None}
+        given = cast(dict[str, Any], value)
+        filled = {name: null if each is None else each for name, each in given.items()}
+        return {
+            name: _without_nulls(each, "" if name in TEXTS else None)
+            for name, each in filled.items()
+            if each is not None
+        }
     return [_without_nulls(each) for each in cast(list[Any], value)] if isinstance(value, list) else value
 
 

@@ -21,7 +21,7 @@ from agentlightning.errors import AgentLightningError, ConfigError, ContextLengt
 
 logger = logging.getLogger(__name__)
 
-FETCHED_BYTES: Final = 64 << 20
+FETCHED_BYTES: Final = 16 << 20
 """Results of a session that were fetched stay up to this size together, for a client that lost the answer."""
 Found = Mapping[str, Any] | Response
 """What a request gives: an object as JSON, or a response as it is."""
