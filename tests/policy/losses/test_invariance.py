@@ -37,7 +37,7 @@ DEPENDS_ON_CALLS = {"turn"}
 @pytest.fixture(scope="module")
 def updater() -> Updater:
     made = Updater(tiny_model())
-    made.entropy.add(3.0)
+    made.entropy = 3.0, 1
     return made
 
 
