@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from pydantic import FiniteFloat, field_validator
 
@@ -57,7 +57,7 @@ from agentlightning.util.settings import AtLeastOne
 # prompt tokens lead on to different rewards; an answer is worth the mean reward of the sessions that it belongs to, and
 # only the tokens of the two answers are compared, so that what both sessions have in common teaches nothing.
 
-PairsOf: TypeAlias = Literal["sessions", "branches"]
+PairsOf = Literal["sessions", "branches"]
 
 
 class Preference(NamedTuple):
@@ -120,11 +120,11 @@ def _tokens(trajectory: Trajectory) -> list[tuple[int, ...]]:
     return [call.response_token_ids for call in trajectory.transitions]
 
 
-FORM: Final = 'give {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or texts in their place'
-ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
-PREFERRED: Final = 1.0
+FORM = 'give {"prompt": [messages], "chosen": [messages], "rejected": [messages]}, or texts in their place'
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+PREFERRED = 1.0
 """The reward of what is chosen; what is rejected has 0.0."""
-LINES: Final = frozenset({".jsonl", ".ndjson"})
+LINES = frozenset({".jsonl", ".ndjson"})
 
 
 class PreferenceRecord(NamedTuple):

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pydantic import FiniteFloat, PositiveFloat, TypeAdapter, ValidationError, model_validator
 
@@ -62,7 +62,7 @@ from agentlightning.trajectory import (
 )
 from agentlightning.util.settings import AtLeastOne, PositiveShare, Section
 
-COMPUTED: Final = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
+COMPUTED = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
 
 
 def needed_columns(
@@ -539,9 +539,9 @@ def reward_metrics(collected: Collected, weights: RewardWeights) -> Mapping[str,
 # no use to the algorithm any more are forgotten and counted.
 
 
-REPLAYED: Final = "replayed_rollouts"
-DROPPED: Final = "replay_dropped"
-SIZE: Final = "replay_size"
+REPLAYED = "replayed_rollouts"
+DROPPED = "replay_dropped"
+SIZE = "replay_size"
 
 
 class Replay(Section):

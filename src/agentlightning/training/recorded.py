@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -71,10 +71,10 @@ from agentlightning.util.progress import Progress
 
 # What an algorithm learns from, in the form that it needs.
 
-Method: TypeAlias = Literal["importance", "awr", "rejection"]
-Form: TypeAlias = Literal["importance", "awr", "rejection", "whole", "recorded"]
+Method = Literal["importance", "awr", "rejection"]
+Form = Literal["importance", "awr", "rejection", "whole", "recorded"]
 """The form of sessions: that of a method, whole sessions of whatever policy, or what was recorded as it is."""
-METHODS: Final[Mapping[Method, str]] = {
+METHODS: Mapping[Method, str] = {
     "importance": "importance-weighted policy gradient",
     "awr": "advantage-weighted regression",
     "rejection": "rejection sampling fine-tuning",
@@ -155,8 +155,9 @@ class RecordedSessions:
     def _demonstrations(self, algorithm: SFTAlgorithm) -> Plan:
         if not algorithm.reads_sessions:
             return Plan(algorithm.on(algorithm.dataset))
-        query: Mapping[str, Any] = self.data.sources.get("dataset") or {"threshold": self.settings.success_threshold}
-        found, left_out = successful(self.sessions, TrajectoryQuery(None, **query))
+        default: Any = self.data.sources.get("dataset") or {"threshold": self.settings.success_threshold}
+        query: Any = algorithm.dataset or TrajectoryQuery(None, **default)
+        found, left_out = successful(self.sessions, query)
         return Plan(algorithm.on(found), left_out=left_out)
 
     def _successes(self, algorithm: RejectionSampling) -> Plan:

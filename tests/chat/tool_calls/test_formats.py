@@ -408,6 +408,12 @@ def test_llama_calls_come_in_several_shapes(text, arguments):
     assert parse_answer(call_format("llama3"), text).tool_calls == (ParsedToolCall("f", arguments),)
 
 
+def test_a_semicolon_of_llama3_stands_between_calls_and_not_before_the_first():
+    text = '; {"name": "f", "parameters": {}}'
+    assert parse_answer(call_format("llama3"), text).content == text
+    assert CallReader(call_format("llama3")).feed(";") == [";"]
+
+
 @pytest.mark.parametrize("text", ['{"name": "Ann"}', '{"name": "f", "parameters": {}, "age": 3}', "[1, 2]", "{"])
 def test_llama3_json_without_call_keys_stays_text(text):
     assert parse_answer(call_format("llama3"), text).content == text

@@ -217,6 +217,22 @@ def test_an_interrupted_run_that_follows_learns_from_no_session_twice(
     assert len(learned) == len(set(learned)) == 8
 
 
+def test_a_resumed_run_follows_the_query_that_it_is_given(
+    kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path
+) -> None:
+    fill(store)
+
+    def trained(threshold: float) -> Any:
+        query = store.get_successful_trajectories(threshold=threshold)
+        return agl.SFTAlgorithm(dataset=query, steps=2, batch_size=2, optimizer=FAST)
+
+    kill(0)
+    with pytest.raises(Killed):
+        agl.Trainer(algorithm=trained(0.5), model=tiny, run_dir=tmp_path / "run").train()
+    resumed: Any = agl.Trainer.resume(tmp_path / "run", algorithm=trained(-1.0)).train()
+    assert resumed.recorded.sessions == 6, "right and wrong answers of three tasks, each once"
+
+
 def test_agl_sft_and_dpo_resume(kill: Any, store: Any, fill: Any, tiny: Path, tmp_path: Path) -> None:
     fill(store)
     run = str(tmp_path / "run")

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from agentlightning import span as names
 from agentlightning.algorithms.agents import of_target
@@ -46,15 +46,15 @@ from agentlightning.task import load_dataset, task_key
 from agentlightning.trajectory import Reward, Trajectory, Transition
 from agentlightning.util.json_values import recorded_objects
 
-PAGE: Final = 1000
+PAGE = 1000
 """Rollouts in one request to the store."""
-MEASURED: Final = frozenset({"val", "test"})
+MEASURED = frozenset({"val", "test"})
 """Modes of rollouts that measured something: they are never learned from."""
-PART: Final = " part "
+PART = " part "
 """Between the id of a rollout and the number of its part."""
-NO_CALLS: Final = "no_calls"
-NO_MESSAGES: Final = "no_messages"
-NO_LOGPROBS: Final = "no_logprobs"
+NO_CALLS = "no_calls"
+NO_MESSAGES = "no_messages"
+NO_LOGPROBS = "no_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +278,8 @@ def _squeezed(text: str) -> str:
 # Where a template rewrites earlier turns, each answer follows the prompt it would really have; a thought that the
 # template strips is written as the model would. What deviates from the template's text is counted, by the names below.
 
-TOO_LONG: Final = "too_long"
-NOTES: Final = {
+TOO_LONG = "too_long"
+NOTES = {
     "end_of_turn_added": "answers whose end the chat template does not mark end with the end-of-sequence token",
     "thoughts_added": "answers whose thoughts the chat template strips have them as the model writes them",
     "thoughts_left_out": "answers have a thought that the chat template has no place for; it is not trained",
@@ -288,7 +288,7 @@ NOTES: Final = {
     "drift": "answers have tokens that the chat template's own text would not have, as a token spans their beginning",
 }
 """What is counted of answers, and what it means."""
-_logger: Final = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def describe_notes(counts: Mapping[str, int]) -> tuple[str, ...]:
@@ -503,7 +503,7 @@ class Tokenizer:
 # of a task's pass rate leave out what teaches nothing, because it is always solved, or hardly can be.
 
 
-MIN_VOTES: Final = 3
+MIN_VOTES = 3
 """Fewer sessions of a task have no majority."""
 
 

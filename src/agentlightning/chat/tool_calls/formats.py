@@ -110,6 +110,12 @@ class Llama3(CallFormat):
 
     unmarked: tuple[Preceding, ...] = ("start", "call")
 
+    def parse(self, text: str, preceding: Preceding, final: bool, tools: Tools = None) -> Parsed:
+        """See `CallFormat.parse`. An answer that starts with a semicolon starts with content."""
+        if preceding == "start" and text.lstrip().startswith(";"):
+            preceding = "content"
+        return CallFormat.parse(self, text, preceding, final, tools)
+
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         marked, start = start > 0, skip_space(text, start)
         if not marked or text.startswith("{", start):

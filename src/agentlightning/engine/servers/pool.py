@@ -813,8 +813,6 @@ class PooledEngine(EngineWrapper, AgentEngines):
 
 # Opens the pool of servers that a configuration describes: joins running ones, or starts vLLM processes.
 
-log = logging.getLogger(__name__)
-
 
 async def open_served_model(config: ServedModel, name: str, stack: AsyncExitStack, logs: Path) -> dict[str, Engine]:
     """The model as `name`, and its adapters; the stack closes them. Raises as `open_servers`, and PolicyError if a
