@@ -6,7 +6,11 @@ import ast
 import asyncio
 import doctest
 import inspect
+import os
+import subprocess
+import sys
 import typing
+import zipfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -142,6 +146,18 @@ def test_editors_see_the_names_that_there_are_and_where_they_come_from() -> None
     for module, names in {**compat, **top}.items():
         for name in names:
             assert getattr(import_module(f"agentlightning.{module}"), name) is python_names.value(name)
+
+
+def test_the_names_are_found_in_an_archive_too(tmp_path: Path) -> None:
+    package, archive = Path(agl.__file__).parent, tmp_path / "packages.zip"
+    with zipfile.ZipFile(archive, "w") as packages:
+        for path in [*package.rglob("*.py"), *package.rglob("*.pyi")]:
+            packages.write(path, path.relative_to(package.parent))
+    program = "import agentlightning as agl; print(agl.__file__, agl.Span.__module__, agl.compat.Worker.__module__)"
+    environment = {**os.environ, "PYTHONPATH": str(archive)}
+    printed = subprocess.check_output([sys.executable, "-c", program], text=True, env=environment, cwd=tmp_path)
+    init = archive / "agentlightning" / "__init__.py"
+    assert printed.split() == [str(init), "agentlightning.span", "agentlightning.store.types"]
 
 
 def test_a_name_that_was_at_the_top_says_once_where_it_is_now() -> None:

@@ -43,7 +43,7 @@ from importlib import import_module
 
 from agentlightning.util.stubs import stub_names
 
-_PLACES = stub_names(__file__)
+_PLACES = stub_names(__name__)
 """Name -> the module that has it; those of 0.x among them, and three modules, which this package has."""
 
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]

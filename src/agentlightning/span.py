@@ -226,7 +226,7 @@ TOKEN_ATTRIBUTES: Final = (PROMPT_TOKEN_IDS, RESPONSE_TOKEN_IDS, LOGPROBS)
 
 
 @as_dataclass
-class SpanEvent(FrozenStruct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True):
+class SpanEvent(FrozenStruct, frozen=True, gc=False, omit_defaults=True):
     """An event within a span.
 
     >>> agl.SpanEvent("cache miss", timestamp=1.0).name

@@ -257,7 +257,7 @@ def test_some_rollouts_are_exported(agl: Agl, path: str) -> None:
         (["prune"], "say what to remove: --older-than 30d"),
         (["prune", "--older-than", "soon"], "'soon' is not a duration"),
         (["prune", "--max-size", "big"], "'big' is not a size"),
-        (["prune", "--keep", "-1"], "--keep -1"),
+        (["prune", "--keep", "-1"], "Invalid value for '--keep'"),
         (["export", "all.csv"], "ends in .jsonl, .jsonl.gz, .parquet"),
         (["export", "all.jsonl", "--status", "happy"], "--status 'happy' is not one of queuing"),
         (["import", "all.parquet"], "Parquet is for other programs to read"),

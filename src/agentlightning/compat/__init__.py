@@ -10,7 +10,7 @@ from importlib import import_module
 
 from agentlightning.util.stubs import stub_names
 
-NAMES = stub_names(__file__)
+NAMES = stub_names(__name__)
 """Each name of 0.x beside those at the top -> the module that defines it."""
 MOVED = {
     "algorithms.sft": "SFTResult",

@@ -366,11 +366,9 @@ class RequestTracker:
             self.in_flight.discard(tracked)
             seconds = time.perf_counter() - began - waited.seconds  # without the wait for rollouts
             route = scope.get(ROUTE, "other")  # Strangers cannot create metric series by unknown paths.
-            ended = route, scope["method"], tracked.status, seconds
-            if self._metrics is not None:
-                self._metrics.request_ended(*ended)
-            if self._slow is not None and route not in self._calls:
-                self._slow.request_ended(*ended)
+            for observer in (self._metrics, None if route in self._calls else self._slow):
+                if observer is not None:
+                    observer.request_ended(route, scope["method"], tracked.status, seconds)
 
 
 def _marked(app: ASGIApp, path: str) -> ASGIApp:

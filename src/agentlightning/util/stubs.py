@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pkgutil import get_data
 
 
-def stub_names(init_file: str) -> dict[str, str]:
-    """Name -> the module that the stub beside an `__init__.py` imports it from, in lines such as
+def stub_names(package: str) -> dict[str, str]:
+    """Name -> the module that the stub of a package, which may lie in an archive, imports it from, in lines such as
     `from package.module import Name as Name`."""
-    lines = Path(init_file).with_suffix(".pyi").read_text("utf-8").splitlines()
+    lines = (get_data(package, "__init__.pyi") or b"").decode().splitlines()
     imports = [line.split() for line in lines if line.startswith("from ")]
     return {name: module for _, module, _, name, *_ in imports}

@@ -360,6 +360,7 @@ async def test_a_gzip_file_cut_off_is_named(other: LightningStoreBase, tmp_path:
     [
         (lambda line: line.replace(b'"start_time":101.0,', b"", 1), "missing required field `start_time`"),
         (lambda line: line.replace(b'"priority"', b'"colour"'), "unknown field `colour`"),
+        (lambda line: line.replace(b'"timestamp"', b'"colour":1,"timestamp"'), r"unknown field `colour` - at .*events"),
         (lambda line: line.replace(b'"succeeded"', b'"happy"'), "Invalid enum value 'happy'"),
         (lambda line: line.replace(b"101.0", b"NaN"), "malformed"),
         (lambda line: line.replace(b'"max_attempts":2', b'"max_attempts":0'), "greater than or equal to 1"),

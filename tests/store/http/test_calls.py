@@ -156,6 +156,15 @@ async def test_the_same_call_twice_in_one_request_is_done_once(store: Store, ser
     assert await store.count_rollouts() == 1
 
 
+async def test_a_field_that_is_new_inside_a_span_loses_no_span(store: Store, serve: Serve) -> None:
+    rollout, server = await store.start_rollout("a task"), serve(store)
+    ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    event = {"name": "first token", "timestamp": 1.5, "new": 1}
+    await server.call("add_span", "k", span={**ids, "name": "work", "start_time": 1.0, "events": [event]})
+    [span] = await store.query_spans(rollout.rollout_id)
+    assert [(each.name, each.timestamp) for each in span.events] == [("first token", 1.5)]
+
+
 async def test_what_is_remembered_is_bounded(store: Store, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "MAX_BYTES", 8_000)
     monkeypatch.setattr(answers, "TRIM_INTERVAL", 8)

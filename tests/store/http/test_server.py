@@ -539,6 +539,14 @@ async def test_a_compressed_body_is_read_and_a_bomb_is_not(
                 yield large[start : start + 100_000]
 
         refusal(await http.post("/spans", content=unannounced(), headers=JSON), 413, "RequestError", "1000000")
+    address = httpx.URL(url)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    first = f"POST {address.path}/spans HTTP/1.1"
+    head = first, "host: localhost", "expect: 100-continue", "content-length: 1000000000"
+    writer.write("\r\n".join([*head, "", ""]).encode())
+    status = await asyncio.wait_for(reader.readline(), 10)  # before any of it is sent
+    writer.close()
+    assert b" 413 " in status
     assert len(await store.query_spans(claimed.rollout_id)) == 1
 
 

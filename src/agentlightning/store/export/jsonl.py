@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from agentlightning.errors import DatasetError
 from agentlightning.resources import NamedResources, named_resources
 from agentlightning.rollouts import Attempt, AttemptStatus, Rollout, RolloutConfig, RolloutStatus
-from agentlightning.span import Span
+from agentlightning.span import Span, SpanEvent
 from agentlightning.store.types import RolloutRecord
 from agentlightning.util.json_values import dumps
 
@@ -137,6 +137,10 @@ class ResourcesLine(Struct, tag_field="type", tag="resources", forbid_unknown_fi
     resources: dict[str, Any]
 
 
+class EventShape(SpanEvent, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
 class AttemptShape(Attempt, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout_id: str = ""
     status: AttemptStatus
@@ -146,6 +150,7 @@ class SpanShape(Span, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout_id: str = ""
     span_id: str
     sequence_id: int
+    events: tuple[EventShape, ...] = ()
 
 
 class RolloutLine(Rollout, frozen=True, kw_only=True, tag_field="type", tag="rollout", forbid_unknown_fields=True):
@@ -242,7 +247,10 @@ def _read_line(path: Path, number: int, line: bytes) -> Item | HeaderLine | EndL
 def _record_of(line: RolloutLine) -> RolloutRecord:
     rollout = _value(Rollout, line, config=RolloutConfig.model_validate(line.config))
     attempts = [_value(Attempt, each, rollout_id=line.rollout_id) for each in line.attempts]
-    spans = [_value(Span, each, rollout_id=line.rollout_id) for each in line.spans]
+    spans = [
+        _value(Span, each, rollout_id=line.rollout_id, events=tuple(_value(SpanEvent, event) for event in each.events))
+        for each in line.spans
+    ]
     return RolloutRecord(rollout, tuple(attempts), tuple(spans))
 
 

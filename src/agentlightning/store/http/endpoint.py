@@ -20,7 +20,8 @@ from agentlightning.util.decompression import CodingError, decompress
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 DISCARDED_BYTES: Final = 256 * 1024 * 1024
-"""How much of a body over the limit is read and discarded: most clients read no response before they sent it all."""
+"""How much of a body over the limit is read and discarded: most clients read no response before they sent it all.
+Nothing is read of one that announces more."""
 SHORT_BYTES: Final = 64 * 1024
 """Responses up to this size are sent at once."""
 _JSON: Final = "application/json"
@@ -63,9 +64,9 @@ def authorize(headers: Headers, token: str | None) -> None:
 # -- request bodies --------------------------------------------------------------------------------------------------
 
 
-async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes:
+async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """Read and decompress a JSON body. Raises RequestError if it is over `limit` bytes (413) or not JSON (415)."""
-    data = await receive_body(receive, limit, "send less at once, or raise the server's limit")
+    data = await receive_body(headers, receive, limit, "send less at once, or raise the server's limit")
     if not data:
         return data
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -77,11 +78,12 @@ async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) ->
         raise RequestError(str(error), error.status) from None
 
 
-async def receive_body(receive: Receive, limit: int, hint: str) -> bytes:
+async def receive_body(headers: Headers, receive: Receive, limit: int, hint: str) -> bytes:
     """The body of a request as it was sent. Raises RequestError (413) with the hint if it is over `limit` bytes, and
     ClientDisconnected."""
-    parts, size, more = list[bytes](), 0, True
-    while more and size <= limit + DISCARDED_BYTES:
+    most, announced = limit + DISCARDED_BYTES, int(headers.get("content-length", 0))
+    parts, size, more = list[bytes](), announced if announced > most else 0, True
+    while more and size <= most:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected

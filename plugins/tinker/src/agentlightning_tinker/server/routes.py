@@ -166,7 +166,7 @@ class _Endpoints:
     """The files that may be downloaded, by a random name of them all, and until when."""
 
     async def _body(self, request: Request) -> bytes:
-        return await receive_body(request.receive, self.max_body_bytes, SMALLER)
+        return await receive_body(request.headers, request.receive, self.max_body_bytes, SMALLER)
 
     def reading(self, kind: type[wire.WireRequest], handler: Callable[[Any], Awaitable[Any]]) -> Endpoint:
         """Handled at once, or in the turn of its model, of which also an error is the result: later requests are not
