@@ -1,8 +1,9 @@
 """Adds the attempt's headers to requests that HTTP clients send to the attempt's own server.
 
-`install()` patches `httpx`, `httpx2`, `aiohttp`, `urllib3` (and so `requests`) and `urllib`. Requests to the server of
-the current attempt, and to no other, get the attempt's key, W3C `traceparent` and `baggage`, so that calls of a client
-shared between attempts are attributed one by one. Headers that are already present are kept; nothing else changes.
+`install()` patches `httpx`, `httpx2`, `aiohttp` and `http.client` (and so `urllib3`, `requests` and `urllib`). Requests
+to the server of the current attempt, and to no other, get the attempt's key, W3C `traceparent` and `baggage`, so that
+calls of a client shared between attempts are attributed one by one. Headers that are already present are kept; nothing
+else changes.
 Requests whose attempt is uncertain or has ended, and those of reward functions, are marked as such.
 """
 
@@ -134,51 +135,32 @@ def _patch_aiohttp(module: ModuleType) -> None:
     module.ClientSession._request = requested
 
 
-_HEADERS_POSITION: Final = 3
-"""Position of `headers` among the parameters of urllib3's `urlopen`, counted from `method`."""
+def _patch_http_client(module: ModuleType) -> None:
+    """What `urllib` and `urllib3` send, redirected requests too, passes here with the headers that it has."""
+    end = module.HTTPConnection.endheaders
 
+    @wraps(end)
+    def ended(self: Any, *args: Any, **kwargs: Any) -> None:
+        request, *lines = [line.decode("latin-1") for line in self._buffer]
+        given = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        target, scheme = request.split(" ")[1], "https" if self.default_port == 443 else "http"
+        # A proxy is given the whole URL.
+        url = f"{scheme}://{given.get('host')}{target}" if target.startswith("/") else target
+        headers = given.copy()
+        _add_missing(headers, attempt_headers(url))
+        for name, value in headers.items() - given.items():
+            self._buffer[1:] = [line for line in self._buffer[1:] if not line.lower().startswith(f"{name}:".encode())]
+            self.putheader(name, value)
+        return end(self, *args, **kwargs)
 
-def _patch_urllib3(module: ModuleType) -> None:
-    pool = module.HTTPConnectionPool
-    urlopen = pool.urlopen
-
-    @wraps(urlopen)
-    def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = kwargs.get("url") or (args[1] if len(args) > 1 else "/")
-        port = "" if self.port in (None, module.connection.port_by_scheme.get(self.scheme)) else f":{self.port}"
-        url = f"{self.scheme}://{self.host}{port}{path if str(path).startswith('/') else '/'}"
-        if (more := attempt_headers(url)) and len(args) <= _HEADERS_POSITION:
-            given = kwargs.get("headers")
-            headers = module.HTTPHeaderDict(self.headers if given is None else given)
-            _add_missing(headers, more)
-            kwargs["headers"] = headers
-        return urlopen(self, *args, **kwargs)
-
-    pool.urlopen = opened
-
-
-def _patch_urllib(module: ModuleType) -> None:
-    handler = module.AbstractHTTPHandler
-    do_open = handler.do_open
-
-    @wraps(do_open)
-    def opened(self: Any, http_class: Any, req: Any, **kwargs: Any) -> Any:
-        if more := attempt_headers(req.full_url):
-            headers = {name: req.get_header(name.capitalize()) for name in more if req.has_header(name.capitalize())}
-            _add_missing(headers, more)
-            for name, value in headers.items():
-                req.add_unredirected_header(name, value)  # these take precedence over those of the request
-        return do_open(self, http_class, req, **kwargs)
-
-    handler.do_open = opened
+    module.HTTPConnection.endheaders = ended
 
 
 _PATCHES: Final = {
     "httpx": _patch_httpx,
     "httpx2": _patch_httpx,
     "aiohttp": _patch_aiohttp,
-    "urllib3": _patch_urllib3,
-    "urllib.request": _patch_urllib,
+    "http.client": _patch_http_client,
 }
 
 # -- when they are patched ---------------------------------------------------------------------------------------------
