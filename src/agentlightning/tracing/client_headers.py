@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -64,7 +63,7 @@ EXPLICIT: Final = re.compile("/(key/(?!agl-worker-)|rollout/|proxy/rollout/|v1/t
 
 
 def _headers_of(scope: Scope) -> dict[str, str]:
-    if scope.lifetime.is_known is not None and not scope.lifetime.is_known():
+    if scope.is_known is not None and not scope.is_known():
         return {}
     span = trace.get_current_span().get_span_context()
     if span.is_valid:
@@ -156,36 +155,30 @@ def _patch_http_client(module: ModuleType) -> None:
     module.HTTPConnection.endheaders = ended
 
 
-_PATCHES: Final = {
+_patches = {
     "httpx": _patch_httpx,
     "httpx2": _patch_httpx,
     "aiohttp": _patch_aiohttp,
     "http.client": _patch_http_client,
 }
+"""By module; each is used once."""
 
 # -- when they are patched ---------------------------------------------------------------------------------------------
-
-_lock = threading.Lock()
-_patched_modules: set[str] = set()
 
 
 def install() -> None:
     """Patch the clients that are imported already, and others when they are imported. Idempotent."""
-    with _lock:
-        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Finder())
-    for name in list(_PATCHES):
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    for name in list(_patches):
         module = sys.modules.get(name)
         if module is not None and not getattr(module.__spec__, "_initializing", False):  # its import has finished
             _patch(name, module)
 
 
 def _patch(name: str, module: ModuleType) -> None:
-    with _lock:
-        if name in _patched_modules:
-            return
-        _patched_modules.add(name)
-    _PATCHES[name](module)
+    if patch := _patches.pop(name, None):
+        patch(module)
 
 
 class _Finder(MetaPathFinder):
@@ -194,7 +187,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _PATCHES:
+        if fullname not in _patches:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         loader: Any = spec and spec.loader
@@ -207,3 +200,6 @@ class _Finder(MetaPathFinder):
 
             loader.exec_module = exec_module
         return spec
+
+
+_finder: Final = _Finder()
