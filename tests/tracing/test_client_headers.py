@@ -31,7 +31,10 @@ def server():
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             seen.append({name.lower(): value for name, value in self.headers.items()})
-            self.send_response(200)
+            moved = self.path.partition("/moved-to/")[2]
+            self.send_response(307 if moved else 200)
+            if moved:
+                self.send_header("Location", moved)
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"ok")
@@ -139,6 +142,18 @@ def test_calls_elsewhere_and_calls_of_nobody_are_left_alone(server, get):
     get(server.url, {})
     for headers in server.seen[-2:]:
         assert not headers.keys() & {"x-agentlightning-attempt", "traceparent", "baggage"}
+
+
+@pytest.mark.parametrize("get", [with_requests, with_urllib3, with_urllib])
+def test_a_redirect_takes_no_key_to_another_server(server, get):
+    if get is not with_urllib:
+        pytest.importorskip(get.__name__.removeprefix("with_"))
+    elsewhere = server.url.replace("127.0.0.1", "localhost")
+    with attempt(server):
+        get(f"{server.url}/moved-to/{elsewhere}", {})
+    first, second = server.seen[-2:]
+    assert first["x-agentlightning-attempt"] == "agl-ro-1.key"
+    assert not second.keys() & {"x-agentlightning-attempt", "traceparent", "baggage"}
 
 
 def test_urllib3_knows_the_server_by_an_address_without_its_usual_port(server, monkeypatch):

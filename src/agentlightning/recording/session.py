@@ -22,8 +22,6 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, Self, TypeVar, get_args, overload
 
-import orjson
-
 from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.errors import ConfigError, Failure
 from agentlightning.recording.recorder import (
@@ -44,10 +42,9 @@ from agentlightning.span import EXCEPTION
 from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
 from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes
-from agentlightning.tracing.messages import json_text
+from agentlightning.tracing.messages import PLAIN, json_text, plain
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
-    Lifetime,
     Scope,
     current_scope,
     current_speaker,
@@ -56,7 +53,6 @@ from agentlightning.tracing.scope import (
     mark_critical,
 )
 from agentlightning.tracing.tracer import record
-from agentlightning.util.json_values import dumps, loads
 from agentlightning.util.random_ids import random_bits
 
 P = ParamSpec("P")
@@ -64,7 +60,6 @@ R = TypeVar("R")
 
 IMPLICIT: Final = "implicit"
 """Name of a session that nobody has opened."""
-PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(eq=False, repr=False)
@@ -121,7 +116,7 @@ class Session(Block):
             self._entered = enter_scope(self._begin_own())
             self._entered.__enter__()
         else:
-            self._scope.lifetime.only_marked |= self._only_marked
+            self._scope.only_marked |= self._only_marked
             self._annotate()
         return self
 
@@ -138,7 +133,7 @@ class Session(Block):
                 counters.add("sessions_lost")
                 counters.warn("begin", f"a session cannot be recorded: {error}")
         scope = self._scope = _scope_of(session)
-        scope.lifetime.only_marked = self._only_marked
+        scope.only_marked = self._only_marked
         return scope
 
     def _annotate(self) -> None:
@@ -152,12 +147,12 @@ class Session(Block):
 
     def _record(self, settings: RecordingSettings) -> SessionRecord:
         claim_id = new_id("cl")
-        metadata = {} if self._metadata is None else _snapshot(dict(self._metadata))
+        metadata = {} if self._metadata is None else plain(dict(self._metadata))
         if settings.sampling_rate < 1:
             metadata[SAMPLING_RATE] = settings.sampling_rate
         rollout = Rollout(
             new_id("ro"),
-            _snapshot(self._task),
+            plain(self._task),
             start_time=time.time(),
             mode=self._mode,
             config=CONFIG,
@@ -174,7 +169,7 @@ class Session(Block):
         if failure is not None and current_scope() is not None:
             record(EXCEPTION, exception_attributes(failure), error=f"{failure.type}: {failure.message}")
         entered, self._entered = self._entered, None
-        self._begun().lifetime.end()
+        self._begun().end()
         with suppress(ValueError):  # the block is left in another context than it was entered in
             entered.__exit__(None, None, None)
         self._own.finish(failure)
@@ -277,18 +272,7 @@ def _scope_of(session: SessionRecord) -> Scope:
     client_headers.install()
     address, token = session.recorder.server
     key = attempt_key(attempt_secret(token), *ids)
-    lifetime = Lifetime(is_known=session.is_known)
-    return Scope(*ids, session, address=address.rstrip("/"), key=key, lifetime=lifetime)
-
-
-def _snapshot(value: Any) -> Any:
-    """The value as JSON, independent of later changes to it."""
-    if isinstance(value, PLAIN):
-        return value
-    try:
-        return loads(dumps(value))
-    except (orjson.JSONEncodeError, RecursionError):
-        return loads(json_text(value).encode(errors="replace"))
+    return Scope(*ids, session, address=address.rstrip("/"), key=key, is_known=session.is_known)
 
 
 def _refuse_generators(function: Callable[..., Any], door: str) -> None:
@@ -322,7 +306,7 @@ class CriticalPath(Block):
             self._stack.enter_context(track_session())
         scope = current_scope()
         if scope is not None:
-            scope.lifetime.only_marked = True
+            scope.only_marked = True
         self._stack.enter_context(mark_critical())
         return self
 

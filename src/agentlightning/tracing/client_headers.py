@@ -63,7 +63,7 @@ EXPLICIT: Final = re.compile("/(key/(?!agl-worker-)|rollout/|proxy/rollout/|v1/t
 
 
 def _headers_of(scope: Scope) -> dict[str, str]:
-    if scope.lifetime.is_known is not None and not scope.lifetime.is_known():
+    if scope.is_known is not None and not scope.is_known():
         return {}
     span = trace.get_current_span().get_span_context()
     if span.is_valid:

@@ -235,25 +235,12 @@ def complete(name: str, attributes: Attributes, events: Sequence[SpanEvent] = ()
 def _plan(keys: tuple[str, ...]) -> tuple[Step, ...]:
     """The translation steps for attributes with these keys."""
     known = frozenset(keys)
-    steps: list[Step] = [partial(_read_operation, kind) for kind in KINDS if kind in known]
-    for table, read in ((ALIASES, _unchanged), (COUNTS, _count), (LISTS, _list), (TOKENS, _tokens)):
-        for target, sources in table.items():
-            steps += [partial(_copy, source, target, read) for source in sources if source in known]
-    if "llm.invocation_parameters" in known:
-        steps.append(_read_parameters)
-    for prefix, (target, role) in FAMILIES.items():
-        if found := [key for key in keys if key.startswith(prefix)]:
-            steps.append(partial(_read_family, tuple(found), prefix, target, role))
-    steps += [partial(_read_whole, key, *WHOLE[key]) for key in WHOLE if key in known]
-    for sources, targets in BY_OPERATION:
-        steps += [partial(_read_by_operation, source, targets) for source in sources if source in known]
-    steps += [partial(_write_json, key) for key in STRUCTURED if key in known]
-    if names.REWARD_VALUES in known:
-        steps.append(_read_dimensions)
-    if any(key.startswith(REWARD_FAMILY) and key != names.REWARD_VALUES for key in keys):
-        steps.append(_read_first_dimension)
-    steps += [partial(_read_old_reward, key) for key in ("reward", *sorted(REWARDING_OUTPUTS)) if key in known]
-    return tuple(steps)
+    families = (
+        partial(_read_family, tuple(found), prefix, target, role)
+        for prefix, (target, role) in FAMILIES.items()
+        if (found := [key for key in keys if key.startswith(prefix)])
+    )
+    return (*families, *(step for key, step in STEPS if key in known))
 
 
 _cached_plan = lru_cache(PLANS)(_plan)
@@ -400,3 +387,26 @@ def _set_reward(given: Any, name: str, attributes: Attributes) -> None:
     if value is not None and names.SCORE_VALUE not in attributes:
         attributes[names.SCORE_VALUE] = value
         attributes.setdefault(names.EVALUATION_NAME, name)
+
+
+STEPS: Final[Sequence[tuple[str, Step]]] = (
+    *((kind, partial(_read_operation, kind)) for kind in KINDS),
+    *(
+        (source, partial(_copy, source, target, read))
+        for table, read in ((ALIASES, _unchanged), (COUNTS, _count), (LISTS, _list), (TOKENS, _tokens))
+        for target, sources in table.items()
+        for source in sources
+    ),
+    ("llm.invocation_parameters", _read_parameters),
+    *((key, partial(_read_whole, key, target, role)) for key, (target, role) in WHOLE.items()),
+    *(
+        (source, partial(_read_by_operation, source, targets))
+        for sources, targets in BY_OPERATION
+        for source in sources
+    ),
+    *((key, partial(_write_json, key)) for key in STRUCTURED),
+    (names.REWARD_VALUES, _read_dimensions),
+    (f"{REWARD_FAMILY}0.value", _read_first_dimension),
+    *((key, partial(_read_old_reward, key)) for key in ("reward", *sorted(REWARDING_OUTPUTS))),
+)
+"""What the tables say, in the order in which it is done: an attribute that is there, and the step that reads it."""

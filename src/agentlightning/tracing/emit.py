@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, ParamSpec, Self, TypeAlias, TypeVar, cast, overload
 
 from opentelemetry.trace import INVALID_SPAN
@@ -53,7 +52,7 @@ from agentlightning.tracing.messages import (
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.rewards import check_reward
 from agentlightning.tracing.scope import (
-    Lifetime,
+    Scope,
     WaitingPrompt,
     agent_in,
     current_location,
@@ -263,7 +262,8 @@ def emit_tool_call(
     if not name:
         raise ConfigError("emit_tool_call('') names no tool")
     own: Json = {names.OPERATION_NAME: TOOL_OPERATION, names.TOOL_NAME: name}
-    own |= _present({names.TOOL_ARGUMENTS: args, names.TOOL_RESULT: result, names.TOOL_CALL_ID: call_id})
+    given = _present({names.TOOL_ARGUMENTS: args, names.TOOL_RESULT: result, names.TOOL_CALL_ID: call_id})
+    own |= {key: value if isinstance(value, str) else json_text(value) for key, value in given.items()}
     message = f"{type(error).__qualname__}: {error}" if isinstance(error, BaseException) else error
     if error is not None:
         own[names.ERROR_TYPE] = "error" if isinstance(error, str) else type(error).__qualname__
@@ -290,8 +290,8 @@ def emit_step(
         return emit_tool_call(tool, tool_input, observation if output is None else output, attributes=attributes)
     label = step if isinstance(step, str) else type(step).__name__
     described = step if output is None and not isinstance(step, str) else output
-    own = {names.OPERATION_INPUT: input, names.OPERATION_OUTPUT: described}
-    own = {key: json_text(value) for key, value in own.items() if value is not None}
+    given = _present({names.OPERATION_INPUT: input, names.OPERATION_OUTPUT: described})
+    own = {key: json_text(value) for key, value in given.items()}
     record_event(names.OPERATION, {names.OPERATION_LABEL: label, **own}, attributes)
 
 
@@ -306,13 +306,9 @@ def _action(step: Any) -> tuple[str, Any, Any] | None:
     return None
 
 
-def _present(values: Attributes) -> dict[str, str]:
-    """Values that are there, as text."""
-    return {
-        name: value if isinstance(value, str) else json_text(value)
-        for name, value in values.items()
-        if value is not None
-    }
+def _present(values: Attributes) -> Json:
+    """Values that are there."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # -- model calls -------------------------------------------------------------------------------------------------------
@@ -343,7 +339,7 @@ def emit_prompt(
     elif scope is None:
         _record_unanswered(own, None)
     else:
-        _wait(scope.lifetime, WaitingPrompt((agent_in(scope), current_location()), time.time(), own))
+        _wait(scope, WaitingPrompt((agent_in(scope), current_location()), time.time(), own))
 
 
 def emit_response(
@@ -417,7 +413,7 @@ def answer_with_tool_call(call_id: str | None, name: str, arguments: Any, result
     response = {"role": "tool", "parts": [tool_response_part(call_id, result)]}
     messages = [*json.loads(waiting.attributes[names.INPUT_MESSAGES]), answer, response]
     attributes = {**waiting.attributes, names.INPUT_MESSAGES: messages_json(messages)}
-    _wait(scope.lifetime, replace(waiting, time=time.time(), attributes=attributes, emitted=False))
+    _wait(scope, replace(waiting, time=time.time(), attributes=attributes, emitted=False))
 
 
 def _record_call(attributes: Json, result: ModelResult, start_time: float | None) -> None:
@@ -427,15 +423,16 @@ def _record_call(attributes: Json, result: ModelResult, start_time: float | None
 
 
 def _described(result: ModelResult) -> Json:
-    said = {
-        names.OUTPUT_MESSAGES: messages_json(result.messages),
-        names.RESPONSE_MODEL: result.model,
-        names.RESPONSE_ID: result.response_id,
-        names.INPUT_TOKENS: result.input_tokens,
-        names.OUTPUT_TOKENS: result.output_tokens,
-        names.FINISH_REASONS: list(result.finish_reasons) or None,
-    }
-    return {name: value for name, value in said.items() if value is not None}
+    return _present(
+        {
+            names.OUTPUT_MESSAGES: messages_json(result.messages),
+            names.RESPONSE_MODEL: result.model,
+            names.RESPONSE_ID: result.response_id,
+            names.INPUT_TOKENS: result.input_tokens,
+            names.OUTPUT_TOKENS: result.output_tokens,
+            names.FINISH_REASONS: list(result.finish_reasons) or None,
+        }
+    )
 
 
 def _record_unanswered(attributes: Attributes, start_time: float | None) -> None:
@@ -446,26 +443,26 @@ def _record_unanswered(attributes: Attributes, start_time: float | None) -> None
 # -- prompts that wait -------------------------------------------------------------------------------------------------
 
 
-def _wait(lifetime: Lifetime, waiting: WaitingPrompt) -> None:
-    earlier = lifetime.prompts.pop(waiting.place, None)
+def _wait(scope: Scope, waiting: WaitingPrompt) -> None:
+    earlier = scope.prompts.pop(waiting.place, None)
     if earlier is not None and earlier.emitted:
         _record_unanswered(earlier.attributes, earlier.time)
-    lifetime.prompts[waiting.place] = waiting
-    lifetime.at_end = lifetime.at_end or partial(_record_rest, lifetime)
+    scope.prompts[waiting.place] = waiting
+    scope.at_end = _record_rest
 
 
 def _take_waiting() -> WaitingPrompt | None:
     scope = recording_scope()
-    if scope is None or not scope.lifetime.prompts:
+    if scope is None or not scope.prompts:
         return None
-    prompts, place = scope.lifetime.prompts, (agent_in(scope), current_location())
+    prompts, place = scope.prompts, (agent_in(scope), current_location())
     of_agent = [each for each in prompts if each[0] == place[0]]
     return prompts.pop(of_agent[0] if place not in prompts and len(of_agent) == 1 else place, None)
 
 
-def _record_rest(lifetime: Lifetime) -> None:
+def _record_rest(scope: Scope) -> None:
     """The attempt ends: what still waits was not answered."""
-    prompts, lifetime.prompts = lifetime.prompts, {}
+    prompts, scope.prompts = scope.prompts, {}
     for (agent, _), each in prompts.items():
         if each.emitted:
             own = {} if agent is None else {names.AGENT_NAME: agent}

@@ -168,7 +168,7 @@ def read_tool_call(value: Any) -> tuple[str, Any, str | None] | None:
     with suppress(Exception):  # see above
         call = tool_call(value)
         if isinstance(call["name"], str) and call["name"]:
-            return call["name"], _plain(call["arguments"]), call["id"]
+            return call["name"], plain(call["arguments"]), call["id"]
     return None
 
 
@@ -286,7 +286,7 @@ def _one(outer: Any, default: str, recorded: bool) -> list[Message]:
 
 
 def _message(role: str, parts: Sequence[Message]) -> Message:
-    own = [{name: _plain(value) for name, value in part.items()} for part in parts]
+    own = [{name: plain(value) for name, value in part.items()} for part in parts]
     return {"role": "tool" if parts and all(map(_is_response, parts)) else role, "parts": own}
 
 
@@ -347,7 +347,7 @@ def _part(given: Any) -> list[Message]:
         return [_text(given)] if given else []
     item = _unwrapped(given)
     if (part := message_part(item)) is None:
-        return [_plain(item)] if isinstance(item, Mapping) else [_text(json_text(item))]
+        return [plain(item)] if isinstance(item, Mapping) else [_text(json_text(item))]
     return [part] if part.get("content") != "" else []
 
 
@@ -444,6 +444,7 @@ def _is_response(part: Message) -> bool:
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
+PLAIN: Final = (str, int, float, bool, type(None))
 _short = reprlib.Repr()
 _short.maxother = _short.maxstring = 1000
 
@@ -470,11 +471,14 @@ def _first(value: Any, *names: str) -> Any:
     return None
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON has it."""
-    if value is None or isinstance(value, str | bool | int | float):
+def plain(value: Any) -> Any:
+    """The value as JSON has it, independent of later changes to it; what has no JSON form becomes its `repr`."""
+    if isinstance(value, PLAIN):
         return value
-    return parse_json(json_text(value))
+    try:
+        return loads(dumps(value))
+    except (orjson.JSONEncodeError, RecursionError):
+        return loads(json_text(value).encode(errors="replace"))
 
 
 def parse_json(value: Any) -> Any:

@@ -531,9 +531,9 @@ class PostingSink:
                 self._connection.close()
                 problem = f"{type(error).__name__}: {error}"
             else:
-                if status < 300:
-                    count, why = rejected_spans(answer)
-                    return f"{count} were rejected: {why}" if count else ""
+                # A page that a proxy has answered with is no receipt, whatever its status.
+                if status < 300 and (rejected := rejected_spans(answer)) is not None:
+                    return f"{rejected[0]} were rejected: {rejected[1]}" if rejected[0] else ""
                 problem = f"HTTP {status}: {f'to {moved}' if moved else answer[:200].decode(errors='replace')}"
                 if status < 500 and status != 429:
                     return problem
@@ -544,10 +544,10 @@ class PostingSink:
 
 
 def _patience() -> float:
-    try:
-        return float(os.environ[PATIENCE])
-    except (KeyError, ValueError):
-        return PATIENCE_SECONDS
+    with suppress(KeyError, ValueError):
+        if (seconds := float(os.environ[PATIENCE])) >= 0:  # not NaN, which never ends
+            return seconds
+    return PATIENCE_SECONDS
 
 
 _lost: list[str] = []

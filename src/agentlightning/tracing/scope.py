@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from pkgutil import resolve_name
 from types import CellType
@@ -61,28 +61,7 @@ class WaitingPrompt:
     """False for one that the result of a tool has made: the agent need not go on."""
 
 
-@dataclass(slots=True)
-class Lifetime:
-    """The mutable state of a scope."""
-
-    ended: bool = False
-    only_marked: bool = False
-    """Only what lies in a block of `track_critical_path` is recorded."""
-    prompts: dict[Place, WaitingPrompt] = field(default_factory=dict["Place", "WaitingPrompt"])
-    """Prompts that wait for their responses (`emit.py`)."""
-    is_known: Callable[[], bool] | None = None
-    """Whether the server knows the attempt; asked before a model call names it. None: it does."""
-    at_end: Callable[[], None] | None = None
-    """Called once, before the end."""
-
-    def end(self) -> None:
-        at_end, self.at_end = self.at_end, None
-        if at_end is not None:
-            at_end()
-        self.ended = True
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Scope:
     """One attempt, for the code that runs in it."""
 
@@ -93,16 +72,30 @@ class Scope:
     """The agent where no `track_agent` is active."""
     trace_id: str = field(init=False)
     """Trace id of spans without a parent: 32 hexadecimal digits."""
-    address: str = field(default="", kw_only=True)
+    _: KW_ONLY
+    address: str = ""
     """URL of this attempt's server (`http://host:port`); requests to it carry the attempt's headers."""
-    key: str = field(default="", kw_only=True, repr=False)
+    key: str = field(default="", repr=False)
     """The attempt's key."""
-    role: Literal["agent", "judge"] = field(default="agent", kw_only=True)
+    role: Literal["agent", "judge"] = "agent"
     """`judge` for a reward function: its model calls are not part of the attempt."""
-    lifetime: Lifetime = field(default_factory=Lifetime, kw_only=True, repr=False)
+    is_known: Callable[[], bool] | None = None
+    """Whether the server knows the attempt; asked before a model call names it. None: it does."""
+    ended: bool = False
+    only_marked: bool = False
+    """Only what lies in a block of `track_critical_path` is recorded."""
+    prompts: dict[Place, WaitingPrompt] = field(default_factory=dict["Place", "WaitingPrompt"], repr=False)
+    """Prompts that wait for their responses (`emit.py`)."""
+    at_end: Callable[[Scope], None] | None = None
+    """Called before the end."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trace_id", attempt_trace_id(self.attempt_id))
+        self.trace_id = attempt_trace_id(self.attempt_id)
+
+    def end(self) -> None:
+        if self.at_end is not None:
+            self.at_end(self)
+        self.ended = True
 
 
 ALWAYS_RECORDED: Final = frozenset({REWARD, EXCEPTION})
@@ -121,7 +114,7 @@ def current_scope() -> Scope | None:
     inside = _scope.get()
     if inside is None:
         return process_scope()
-    return None if inside.lifetime.ended else inside
+    return None if inside.ended else inside
 
 
 # -- implicit sessions -----------------------------------------------------------------------------------------------
@@ -157,7 +150,7 @@ def end_implicit_scopes(speakers: Sequence[Speaker] = ()) -> Generator[Scope]:
         inside = implicit_sessions.pop(speaker, None)
         if inside is not None:
             token = _scope.set(inside)  # What still waits for an answer belongs to it.
-            inside.lifetime.end()
+            inside.end()
             _scope.reset(token)
             yield inside
 
@@ -290,7 +283,7 @@ def uncertainty(report: bool = True) -> str:
     what nothing waits for may take the work of others from a queue.
     """
     inside, process = _scope.get(), _process
-    if inside is not None and inside.lifetime.ended:
+    if inside is not None and inside.ended:
         found, what = ENDED, "a task or thread that has outlived its attempt"
     elif process is None:
         return ""
@@ -309,7 +302,7 @@ def uncertainty(report: bool = True) -> str:
 
 def is_left_out(inside: Scope, name: str) -> bool:
     """Whether a span of this name is not recorded, because it is not marked."""
-    return inside.lifetime.only_marked and not _marked.get() and name not in ALWAYS_RECORDED
+    return inside.only_marked and not _marked.get() and name not in ALWAYS_RECORDED
 
 
 @contextmanager
@@ -359,7 +352,7 @@ def scope(
         try:
             yield inside
         finally:
-            inside.lifetime.end()
+            inside.end()
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from agentlightning.runner.agents.litagent import FunctionAgent, LitAgent
 from agentlightning.util.plugins import Registry, announced, find_module
 
 FORMS = "`module:name` and `path/to/file.py:name` are Python; any other text is a command"
-_MODULE = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
-_FILE = re.compile(r"^(.+\.py):([A-Za-z_][\w.]*)$")
+_REFERENCE = re.compile(r"^(.+\.py|[A-Za-z_][\w.]*):([A-Za-z_][\w.]*)$")
 _MAIN_GUARD = re.compile(r"^if __name__ == ['\"]__main__['\"]:", re.MULTILINE)
 
 
@@ -121,7 +120,7 @@ def function_spec(function: Callable[..., Any] | str, role: str = "reward") -> R
 
 
 def _reference(text: str) -> Reference | None:
-    match = _FILE.match(text) or _MODULE.match(text)
+    match = _REFERENCE.match(text)
     return Reference(match[1], match[2]) if match else None
 
 

@@ -278,9 +278,13 @@ def _encode_ids(value: Any) -> None:
                 item[name] = base64.b64encode(bytes.fromhex(found) if is_hex else b"").decode()
 
 
-def rejected_spans(answer: bytes) -> tuple[int, str]:
-    """Number of spans that a server did not take of a request, by its answer in protobuf, and the reason."""
-    partial = ExportTraceServiceResponse.FromString(answer).partial_success
+def rejected_spans(answer: bytes) -> tuple[int, str] | None:
+    """Number of spans that a server did not take of a request, by its answer in protobuf, and the reason; None for
+    what is no such answer."""
+    try:
+        partial = ExportTraceServiceResponse.FromString(answer).partial_success
+    except DecodeError:
+        return None
     return partial.rejected_spans, partial.error_message
 
 

@@ -14,12 +14,10 @@ from __future__ import annotations
 import gzip
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import httpx
-from google.protobuf.message import DecodeError
 
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
@@ -101,8 +99,7 @@ class OtlpExporter(Outbox[Span]):
             raise _TooLargeError
         refused, why = (0, "") if answer.is_success else (len(batch), _describe(answer))
         if answer.is_success and answer.headers.get("content-type", "").startswith("application/x-protobuf"):
-            with suppress(DecodeError):
-                refused, why = rejected_spans(answer.content)
+            refused, why = rejected_spans(answer.content) or (0, "")
         if refused:
             self.refuse(refused, why)
 
