@@ -321,6 +321,7 @@ def test_outside_of_a_cluster_the_way_in_is_named(monkeypatch):
         ({"kind": "CronJob"}, "has no Job"),
         ({"spec": ["template"]}, "is no Job of Kubernetes"),
         ({"spec": {"template": {"spec": {"containers": {"name": "agent"}}}}}, "is no Job of Kubernetes"),
+        ({"spec": {"template": {"spec": {"containers": [None]}}}}, "is no Job of Kubernetes"),
         ({"spec": {**TEMPLATE["spec"], "backoffLimit": 3}}, "backoffLimit=3"),
         ({"spec": {"template": {"spec": {"containers": []}}}}, "0 containers"),
         ({"spec": {"template": {"spec": {"containers": [{"name": "a"}, {"name": "b"}]}}}}, "2 containers"),

@@ -68,8 +68,8 @@ def _check(manifest: Any, source: str) -> None:
         raise ConfigError(
             f"{source}: restartPolicy={pod['restartPolicy']}; it is Never, retries are those of the rollout"
         )
-    containers = pod.get("containers", [])
-    if not containers or (len(containers) > 1 and all(each.get("name") != AGENT for each in containers)):
+    containers = [each.get("name") for each in pod.get("containers", [])]
+    if not containers or (len(containers) > 1 and AGENT not in containers):
         raise ConfigError(f"{source} has {len(containers)} containers; name the one of the agent {AGENT!r}")
 
 
