@@ -119,7 +119,7 @@ def test_a_name_without_a_text_stays_one_with_an_empty_text(tmp_path):
     job = {"apiVersion": "batch/v1", "kind": "Job", "spec": {"template": pod}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     template = read_template(tmp_path / "job.yaml", ("true",), "http://server", 20.0)
-    assert template.manifest["spec"]["template"]["spec"]["nodeSelector"] == {"gpu": ""}
+    assert json.loads(template.manifest)["spec"]["template"]["spec"]["nodeSelector"] == {"gpu": ""}
 
 
 @pytest.mark.parametrize("fresh_process", [False, True])
