@@ -163,8 +163,9 @@ async def _lines(records: Sequence[Mapping[str, Any]]) -> AsyncIterator[bytes]:
 async def _lines_of_store(run: RunData, ids: Sequence[str]) -> AsyncIterator[bytes]:
     yield header_line()
     count = 0
-    for start in range(0, len(ids), CHUNK):
-        for record in await run.store.read_records(ids[start : start + CHUNK]):
-            count += 1
-            yield item_line(record)
+    with run.reading():  # the request is over once the first lines are sent
+        for start in range(0, len(ids), CHUNK):
+            for record in await run.store.read_records(ids[start : start + CHUNK]):
+                count += 1
+                yield item_line(record)
     yield end_line(0, count)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -286,11 +287,22 @@ class RunData:
     ) -> None:
         self.name, self.files, self.store = name, files, store
         self.shares_store, self.writable = shares_store, writable
+        self.readers = 0
+        """Requests that read it."""
         self.summaries = Summaries(store, self.weights, self._updates)
         self.live = Live(store, self.summaries)
         self.attempts = AttemptIndexes(store)
         self._texts: TokenTexts | None = None
         self._credits: dict[Any, BatchCredit] = {}
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        """Within it, its store stays open."""
+        self.readers += 1
+        try:
+            yield
+        finally:
+            self.readers -= 1
 
     def run(self) -> RunFiles:
         """Raises as `files_of_run`."""
@@ -434,7 +446,7 @@ def _group_key(rollout: Rollout) -> tuple[str, str]:
 STORE = "store"
 """The name of a store that is shown by itself."""
 MOST_OPEN = 16
-"""Databases that are open at the same time."""
+"""Databases that stay open, unless more are being read."""
 
 
 class Catalog:
@@ -452,8 +464,8 @@ class Catalog:
         self._store, self._own, self.writable = store, own and own.resolve(), writable
         self._roots = [path.resolve() for path in roots]
         self._files: dict[Path, RunFiles] = {}
-        self._opened: dict[Path, LightningStoreBase] = {}
-        self._data: dict[str, RunData] = {}
+        self._data: dict[Any, RunData] = {}
+        """By name, files, and whether they have a database; the one asked for last comes last."""
 
     def sources(self) -> dict[str, RunFiles | None]:
         """The runs by name, which is that of the directory, and at the end a store by itself, which has no files."""
@@ -475,35 +487,39 @@ class Catalog:
         return known[name]
 
     async def run(self, name: str) -> RunData:
-        """Raises NotFoundError for an unknown name, and ConfigError for a run whose store is not known."""
+        """Raises NotFoundError for an unknown name, and ConfigError for a run whose store is not known. `reading` is
+        to be entered before anything else is awaited."""
         files = self.source(name)
-        store, known = await self._store_of(files), self._data.get(name)
-        if known is None or known.store is not store or known.files is not files:
-            shares = files is not None and not (files.path / "store.db").exists()
-            known = self._data[name] = RunData(name, files, store, shares, self.writable)
+        opened = [key for key, each in self._data.items() if each.store is not self._store]
+        idle = next((key for key in opened if not self._data[key].readers), None)
+        if len(opened) > MOST_OPEN and idle is not None:
+            await self._close(idle)
+        key = name, files, files is not None and (files.path / "store.db").exists()
+        known = self._data[key] = self._data.pop(key, None) or self._open(*key)
         return known
 
-    async def _store_of(self, files: RunFiles | None) -> LightningStoreBase:
-        path = None if files is None or files.path == self._own else files.path / "store.db"
-        if path is not None and path.exists():
-            store = self._opened.pop(path, None) or LightningStore(path)
-            self._opened[path] = store  # the one used last comes last
-            if len(self._opened) > MOST_OPEN:
-                await self._opened.pop(next(iter(self._opened))).close()
-            return store
-        if self._store is not None:
-            return self._store
-        raise ConfigError(
-            f"the rollouts of {STORE if files is None else files.path} are in another store, which the run was given;"
-            " open that as well: agl dashboard DATABASE"
-        )
+    def _open(self, name: str, files: RunFiles | None, has_store: bool) -> RunData:
+        store = self._store
+        if files is not None and has_store and files.path != self._own:
+            store = LightningStore(files.path / "store.db")
+        if store is None:
+            raise ConfigError(
+                f"the rollouts of {STORE if files is None else files.path} are in another store, which the run was"
+                " given; open that as well: agl dashboard DATABASE"
+            )
+        return RunData(name, files, store, files is not None and not has_store, self.writable)
+
+    async def _close(self, key: Any) -> None:
+        """Stop reading, and close the store if it was opened here."""
+        run = self._data.pop(key)
+        await run.attempts.close()
+        if run.store is not self._store:
+            await run.store.close()
 
     async def close(self) -> None:
         """Stop reading, and close the stores that were opened here."""
-        for run in self._data.values():
-            await run.attempts.close()
-        while self._opened:
-            await self._opened.popitem()[1].close()
+        while self._data:
+            await self._close(next(iter(self._data)))
 
 
 def catalog_of_run(directory: Path, store: LightningStoreBase) -> Catalog:
