@@ -48,7 +48,7 @@ async def act(run: RunData, action: str, body: Any) -> Json:
             results[rollout_id] = {"done": True, **await ACTIONS[action](run, rollout_id, body)}
         except AgentLightningError as error:
             results[rollout_id] = {"done": False, "error": str(error)}
-    await run.summaries.of(await run.by_ids(ids), fresh=True)
+    run.summaries.forget(await run.by_ids(ids))
     return {"action": action, "results": results, "done": sum(each["done"] for each in results.values())}
 
 

@@ -203,12 +203,14 @@ class Summaries:
         self._store, self._weights, self.updates = store, weights, updates
         self._known = OrderedDict[tuple[str, float | None, str], RolloutSummary]()
 
-    async def of(
-        self, rollouts: Sequence[Rollout], *, fresh: bool = False, open_spans: bool = True
-    ) -> list[RolloutSummary]:
-        """In the given order. `fresh`: what was remembered is read again, for rollouts that may have been annotated.
-        Without `open_spans`, no spans are read of rollouts that are not finished."""
-        missing = {each.rollout_id: each for each in rollouts if fresh or _key(each) not in self._known}
+    def forget(self, rollouts: Iterable[Rollout]) -> None:
+        """Read those again that may have been annotated."""
+        for each in rollouts:
+            self._known.pop(_key(each), None)
+
+    async def of(self, rollouts: Sequence[Rollout], *, open_spans: bool = True) -> list[RolloutSummary]:
+        """In the given order. Without `open_spans`, no spans are read of rollouts that are not finished."""
+        missing = {each.rollout_id: each for each in rollouts if _key(each) not in self._known}
         latest = await self._store.get_latest_attempts([*missing]) if missing else []
         attempts = {each.rollout_id: each for each in latest}
         found = {name: RolloutSummary(each, attempts.get(name), None) for name, each in missing.items()}

@@ -9,6 +9,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import digits
 from typing import Any
 
 import orjson
@@ -269,6 +270,8 @@ MOST_CREDITS = 8
 """Steps whose credit is remembered."""
 PAGE = 500
 """Rollouts in one request to the store."""
+NEWEST_ROLLOUTS = 200
+"""Those by which is judged whether ids tell groups."""
 
 
 def files_of_run(name: str, files: RunFiles | None) -> RunFiles:
@@ -355,16 +358,21 @@ class RunData:
 
     async def group(self, rollout: Rollout) -> list[Rollout]:
         """The rollouts of the same group, itself included, in order of creation: by the group they name, else by the
-        same task among the newest rollouts."""
-        if not (stem := group_of(rollout)):
-            found = (await self.store.query_rollouts(newest_first=True, limit=2000))[::-1]
-        else:
-            if not rollout.rollout_id.startswith(stem):  # ids of a group have the same beginning
-                stem = rollout.rollout_id.rstrip("0123456789") or rollout.rollout_id[:1]
-            found = await self.store.query_rollouts(rollout_id_contains=stem, limit=5000)
+        same task; among the newest rollouts where ids do not tell groups."""
         key = _group_key(rollout)
+        if not key[0] or (found := await self.named(key[0])) is None:
+            found = (await self.store.query_rollouts(newest_first=True, limit=2000))[::-1]
         own = [each for each in found if key[-1] and _group_key(each) == key]
         return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
+
+    async def named(self, group: str) -> list[Rollout] | None:
+        """Those whose ids say that they may be of a group, as those of training runs do: they contain its name without
+        the number at its end, which ids write with zeros. None: ids do not tell the group. Where those of the newest
+        rollouts do not, no id is searched for."""
+        if not any(map(_tells_group, await self.store.query_rollouts(newest_first=True, limit=NEWEST_ROLLOUTS))):
+            return None
+        found = await self.store.query_rollouts(rollout_id_contains=group.rstrip(digits), limit=20_000)
+        return found if found and _tells_group(found[0]) else None
 
     async def facts(self, rollout: Rollout, rollout_ids: Sequence[str]) -> TokenFacts:
         """Of some rollouts of the same group."""
@@ -432,6 +440,10 @@ def _why_alone(step: int | None, has_audit: bool, rollout: Rollout) -> str:
     if rollout.status != "succeeded":
         return "this rollout did not succeed: nothing is learned from it"
     return "no step has learned from this rollout (yet); shown is what its group alone would teach"
+
+
+def _tells_group(rollout: Rollout) -> bool:
+    return rollout.rollout_id.startswith(group_of(rollout).rstrip(digits) or "-")
 
 
 def _group_key(rollout: Rollout) -> tuple[str, str]:
