@@ -156,8 +156,8 @@ async def _matching(run: RunData, given: Any) -> list[Rollout]:
 
 
 async def _lines(records: Sequence[Mapping[str, Any]]) -> AsyncIterator[bytes]:
-    for start in range(0, len(records), CHUNK):
-        yield b"".join(orjson.dumps(each) + b"\n" for each in records[start : start + CHUNK])
+    for each in records:
+        yield orjson.dumps(each) + b"\n"
 
 
 async def _lines_of_store(run: RunData, ids: Sequence[str]) -> AsyncIterator[bytes]:

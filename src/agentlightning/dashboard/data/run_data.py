@@ -268,8 +268,6 @@ MOST_IN_BATCH = 1024
 """Rollouts of a step over which credit is computed; with more, only the group itself is read."""
 MOST_CREDITS = 8
 """Steps whose credit is remembered."""
-PAGE = 500
-"""Rollouts in one request to the store."""
 NEWEST_ROLLOUTS = 200
 """Those by which is judged whether ids tell groups."""
 
@@ -350,10 +348,7 @@ class RunData:
 
     async def by_ids(self, rollout_ids: Sequence[str]) -> list[Rollout]:
         """Those that there are, in the given order."""
-        found: dict[str, Rollout] = {}
-        for start in range(0, len(rollout_ids), PAGE):
-            chunk = rollout_ids[start : start + PAGE]
-            found |= {each.rollout_id: each for each in await self.store.query_rollouts(rollout_id_in=chunk)}
+        found = {each.rollout_id: each for each in await self.store.query_rollouts(rollout_id_in=rollout_ids)}
         return [found[each] for each in rollout_ids if each in found]
 
     async def group(self, rollout: Rollout) -> list[Rollout]:
