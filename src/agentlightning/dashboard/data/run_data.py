@@ -355,12 +355,12 @@ class RunData:
         """The rollouts of the same group, itself included, in order of creation: by the group they name, else by the
         same task; among the newest rollouts where ids do not tell groups."""
         key = _group_key(rollout)
-        if not key[0] or (found := await self.named(key[0])) is None:
+        if not key[0] or (found := await self.by_group_name(key[0])) is None:
             found = (await self.store.query_rollouts(newest_first=True, limit=2000))[::-1]
         own = [each for each in found if key[-1] and _group_key(each) == key]
         return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
 
-    async def named(self, group: str) -> list[Rollout] | None:
+    async def by_group_name(self, group: str) -> list[Rollout] | None:
         """Those whose ids say that they may be of a group, as those of training runs do: they contain its name without
         the number at its end, which ids write with zeros. None: ids do not tell the group. Where those of the newest
         rollouts do not, no id is searched for."""

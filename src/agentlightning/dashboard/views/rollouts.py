@@ -144,7 +144,7 @@ def _page(
 
 async def select(run: RunData, table: Table) -> Json:
     """One page. Raises ConfigError for an order or a cursor that cannot be."""
-    rollouts = None if table.group is None else await run.named(table.group)
+    rollouts = None if table.group is None else await run.by_group_name(table.group)
     if table.step is not None:
         rollouts = await rollouts_of_step(run, table.step)
     if rollouts is not None:
