@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,17 @@ import pytest
 from tests.support.models import tiny_checkpoint
 
 import agentlightning
+from agentlightning.dashboard.actions import export
 from agentlightning.dashboard.app import VIEWS, dashboard_routes
+from agentlightning.dashboard.data import run_data
 from agentlightning.dashboard.data.run_data import Catalog
+from agentlightning.errors import StoreClosedError
 from agentlightning.server.app import Server
 from agentlightning.store import LightningStore, LightningStoreClient
 from agentlightning.store.export.jsonl import read_items
 
 STATIC = Path(agentlightning.__file__).parent / "dashboard" / "static"
-GRPO = "calculator-grpo"
+GRPO, RLOO = "calculator-grpo", "calculator-rloo"
 
 
 def some_path(view: str) -> str:
@@ -191,3 +195,36 @@ async def test_the_dashboard_is_served_beside_store_and_gateway_on_one_port(made
             assert elsewhere.status_code == 403
     await data.close()
     await store.close()
+
+
+async def test_a_store_stays_open_while_a_request_reads_it_and_is_closed_when_others_are_opened(
+    copied, client_of, monkeypatch
+):
+    monkeypatch.setattr(run_data, "MOST_OPEN", 1)
+    data = Catalog(roots=[copied])
+    shutil.copytree(copied / GRPO, copied / "third")
+    names = [GRPO, RLOO, "third"]
+    async with client_of(data) as client:
+        paths = [f"/runs/{name}/{view}" for name in names * 3 for view in ("rollouts?limit=500", "server", "failures")]
+        answers = await asyncio.gather(*map(client.get, paths))
+        assert [each.status_code for each in answers] == [200] * len(paths), [each.text[:200] for each in answers]
+        first = await data.run(GRPO)
+        for name in [*names[1:], *names[1:]]:
+            await client.get(f"/runs/{name}/server")
+        with pytest.raises(StoreClosedError):
+            await first.store.count_rollouts()
+        assert (await client.get(f"/runs/{GRPO}/rollouts")).status_code == 200
+    await data.close()
+
+
+async def test_an_export_of_any_length_reads_its_store_to_the_end(copied, client_of, monkeypatch):
+    monkeypatch.setattr(run_data, "MOST_OPEN", 0)
+    data = Catalog(roots=[copied])
+    run = await data.run(GRPO)
+    with run.reading():
+        lines, counts = await export(run, {"filters": {}})
+    parts = [await anext(lines), await anext(lines)]
+    await data.run(RLOO)
+    parts += [each async for each in lines]
+    assert len(b"".join(parts).splitlines()) == int(counts["x-agl-records"]) + 2
+    await data.close()

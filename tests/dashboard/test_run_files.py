@@ -105,7 +105,18 @@ def test_the_signs_of_a_run_that_goes_on_are_those_of_all_its_steps(files: RunFi
     assert files.signs() == []
 
 
-@pytest.mark.parametrize("settings", ['algorithm = "grpo"', "algorithm = 3", "[algorithm]", "steps = 3"])
+SETTINGS = (
+    'algorithm = "grpo"',
+    "algorithm = 3",
+    "[algorithm]",
+    "steps = 3",
+    "[[algorithm]]",
+    '[algorithm]\ntype = ["grpo"]',
+    "[algorithm]\ntype = { name = 'grpo' }",
+)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_settings_that_were_edited_to_none_leave_the_run_in_the_list(files: RunFiles, settings: str) -> None:
     (files.path / "config.toml").write_text(settings)
     found = summary("run", files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import statistics
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from agentlightning.cli.main import build
 from agentlightning.config import TrainConfig
 from agentlightning.credit import training_samples
+from agentlightning.dashboard.data import rollouts as rollout_data
 from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
@@ -505,4 +507,18 @@ async def test_a_group_that_rollouts_name_in_their_metadata_alone_is_found(tmp_p
         assert {row["rollout_id"] for row in rows} == {"mine-1", "mine-3", "mine-5"}
         assert (await get(client, "/runs/store/rollouts?group=g-7"))["rows"] == []
     await data.close()
+    await store.close()
+
+
+async def test_summaries_that_are_forgotten_while_others_are_read_are_still_answered(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(rollout_data, "SUMMARIES", 1)
+    store = LightningStore(tmp_path / "store.db")
+    for name in "abc":
+        await store.enqueue_rollout({"n": name}, rollout_id=name)
+        await store.cancel_rollout(name)
+    rollouts = await store.query_rollouts()
+    summaries = rollout_data.Summaries(store)
+    await summaries.of(rollouts[:1])
+    both, _ = await asyncio.gather(summaries.of(rollouts[:2]), summaries.of(rollouts[2:]))
+    assert [row.rollout_id for row in both] == ["a", "b"]
     await store.close()

@@ -333,6 +333,12 @@ def test_presets_are_known_by_the_names_that_other_trainers_have_for_algorithms(
             load_settings(TrainConfig, overrides=[typed])
 
 
+@pytest.mark.parametrize("typed", ['algorithm=[{type="grpo"}]', 'algorithm.type=["grpo"]', "algorithm.type={a=1}"])
+def test_a_list_or_a_table_in_place_of_a_name_is_refused_with_the_known_names(typed: str) -> None:
+    with pytest.raises(ConfigError, match=r"there is no algorithm .*\. Known: .*lightning_rl"):
+        load_settings(TrainConfig, overrides=[typed])
+
+
 @pytest.mark.parametrize(
     "typed", ["run.dir=x", "run_dir=x", "output_dir=x", "out=x", "algorithm.output_dir=x", "run=x", "run.run=x"]
 )

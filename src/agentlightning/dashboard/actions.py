@@ -48,7 +48,7 @@ async def act(run: RunData, action: str, body: Any) -> Json:
             results[rollout_id] = {"done": True, **await ACTIONS[action](run, rollout_id, body)}
         except AgentLightningError as error:
             results[rollout_id] = {"done": False, "error": str(error)}
-    await run.summaries.of(await run.by_ids(ids), fresh=True)
+    run.summaries.forget(await run.by_ids(ids))
     return {"action": action, "results": results, "done": sum(each["done"] for each in results.values())}
 
 
@@ -156,15 +156,16 @@ async def _matching(run: RunData, given: Any) -> list[Rollout]:
 
 
 async def _lines(records: Sequence[Mapping[str, Any]]) -> AsyncIterator[bytes]:
-    for start in range(0, len(records), CHUNK):
-        yield b"".join(orjson.dumps(each) + b"\n" for each in records[start : start + CHUNK])
+    for each in records:
+        yield orjson.dumps(each) + b"\n"
 
 
 async def _lines_of_store(run: RunData, ids: Sequence[str]) -> AsyncIterator[bytes]:
     yield header_line()
     count = 0
-    for start in range(0, len(ids), CHUNK):
-        for record in await run.store.read_records(ids[start : start + CHUNK]):
-            count += 1
-            yield item_line(record)
+    with run.reading():  # the request is over once the first lines are sent
+        for start in range(0, len(ids), CHUNK):
+            for record in await run.store.read_records(ids[start : start + CHUNK]):
+                count += 1
+                yield item_line(record)
     yield end_line(0, count)

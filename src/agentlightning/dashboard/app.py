@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -28,7 +28,7 @@ from agentlightning.dashboard.data.run_data import Catalog, RunData
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import rollout, rollouts, runs
 from agentlightning.errors import NotFoundError
-from agentlightning.store.http.endpoint import RequestError, endpoint, read_body, respond
+from agentlightning.store.http.endpoint import RequestError, endpoint, read_body, respond, respond_in_parts
 from agentlightning.util.json_values import Json
 
 PATH = "/dashboard"
@@ -73,8 +73,11 @@ def dashboard_routes(data: Catalog, token: str | None) -> list[BaseRoute]:
 
     def route(path: str, answer: Callable[[Any, Request], Awaitable[Response]], method: str) -> Route:
         async def handle(request: Request) -> Response:
-            run = request.path_params.get("run")
-            return await answer(data if run is None else await data.run(run), request)
+            if (name := request.path_params.get("run")) is None:
+                return await answer(data, request)
+            run = await data.run(name)
+            with run.reading():
+                return await answer(run, request)
 
         return Route(f"{PATH}/api{path}", endpoint(handle, token, UNCACHED), methods=[method])
 
@@ -116,7 +119,7 @@ async def _action(run: RunData, request: Request) -> Response:
 
 async def _export(run: RunData, request: Request) -> Response:
     lines, counts = await export(run, await _body(request))
-    return StreamingResponse(lines, headers={**HEADERS, **counts}, media_type="application/x-ndjson")
+    return await respond_in_parts(lines, headers={**HEADERS, **counts, "content-type": "application/x-ndjson"})
 
 
 async def _unknown(of: Any, request: Request) -> Response:

@@ -223,7 +223,7 @@ class Registry(dict[str, Any]):
             return reference_to(self.check(setting))
         if isinstance(setting, str) and setting.partition(":")[0].endswith(".py"):
             return str(Path(setting).absolute())
-        return self.aliases.get(setting, setting)
+        return self.aliases.get(setting, setting) if isinstance(setting, str) else setting
 
     def named(self, setting: Any) -> Any:
         """`canonical`, for what is not imported yet. Raises ConfigError for a name that there is not."""
@@ -236,6 +236,7 @@ class Registry(dict[str, Any]):
         """`module:Class` of what a name stands for. Raises ConfigError for an unknown one, and as `announced` does."""
         if isinstance(name, str) and ":" in name:
             return name
+        name = name if name is None else str(name)  # a file may have a table or a list there
         if name in self:
             return self[name] or announced(self.kind, name)
         if name in plugin_names(self.kind):
@@ -253,7 +254,7 @@ class Registry(dict[str, Any]):
         """The part of a name. Raises ConfigError for an unknown one, and for one that cannot be used; MissingExtraError
         for a plugin of this repository that is not installed."""
         name = self.canonical(name)
-        found = self.get(name)
+        found = self.get(name) if isinstance(name, str) else None
         if found is None or isinstance(found, str):
             found = self.found[name] = self.check(load(self.reference(name)))
         return found

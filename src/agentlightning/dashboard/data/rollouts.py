@@ -203,24 +203,26 @@ class Summaries:
         self._store, self._weights, self.updates = store, weights, updates
         self._known = OrderedDict[tuple[str, float | None, str], RolloutSummary]()
 
-    async def of(
-        self, rollouts: Sequence[Rollout], *, fresh: bool = False, open_spans: bool = True
-    ) -> list[RolloutSummary]:
-        """In the given order. `fresh`: what was remembered is read again, for rollouts that may have been annotated.
-        Without `open_spans`, no spans are read of rollouts that are not finished."""
-        missing = {each.rollout_id: each for each in rollouts if fresh or _key(each) not in self._known}
+    def forget(self, rollouts: Iterable[Rollout]) -> None:
+        """Read those again that may have been annotated."""
+        for each in rollouts:
+            self._known.pop(_key(each), None)
+
+    async def of(self, rollouts: Sequence[Rollout], *, open_spans: bool = True) -> list[RolloutSummary]:
+        """In the given order. Without `open_spans`, no spans are read of rollouts that are not finished."""
+        found = {each.rollout_id: row for each in rollouts if (row := self._known.get(_key(each))) is not None}
+        missing = {each.rollout_id: each for each in rollouts if each.rollout_id not in found}
         latest = await self._store.get_latest_attempts([*missing]) if missing else []
         attempts = {each.rollout_id: each for each in latest}
-        found = {name: RolloutSummary(each, attempts.get(name), None) for name, each in missing.items()}
+        found |= {name: RolloutSummary(each, attempts.get(name), None) for name, each in missing.items()}
         wanted = [name for name, each in missing.items() if name in attempts and (open_spans or each.finished)]
         if wanted:
             async for name, spans in self._store.iter_spans(wanted, tokens=False):
                 found[name] = RolloutSummary(missing[name], attempts[name], spans, self._weights)
         self._known |= {_key(each): found[name] for name, each in missing.items() if each.finished}
-        result = [found.get(each.rollout_id) or self._known[_key(each)] for each in rollouts]
         while len(self._known) > SUMMARIES:
             self._known.popitem(last=False)
-        return [each.counted(self.updates) for each in result]
+        return [found[each.rollout_id].counted(self.updates) for each in rollouts]
 
 
 def _key(rollout: Rollout) -> tuple[str, float | None, str]:
@@ -416,12 +418,12 @@ class AttemptIndex:
         """Infinite without spans, which is null in JSON."""
         self.starts = array("d")
         self.kept: list[Span] = []
-        """The spans that a summary is made of: all but operations, calls without their messages."""
+        """The spans that a summary is made of, without messages: all but operations."""
         self._totals: tuple[Any, int, RolloutSummary, list[int]] | None = None
         """What was computed of them last, after what it depends on."""
         self._totals_until = 0.0
-        self._longest = -1, -1
-        """The call with the longest request, which keeps its messages: its place in `kept`, its length."""
+        self._longest: tuple[int, int, Span] | None = None
+        """The call with the longest request, whose messages are needed: its length, the place in `kept`, the span."""
 
     def add(self, spans: Sequence[Span]) -> AttemptIndex:
         """Add the spans that follow; returns itself."""
@@ -430,26 +432,16 @@ class AttemptIndex:
             self.kinds[kind] += 1
             self.start = min(self.start, span.start_time)
             self.end = max(self.end, span.start_time if span.end_time is None else span.end_time)
+            if is_call(span) or kind != "operation" or names.FEEDBACK_LABEL in span.attributes:
+                self.kept.append(_without_messages(span))
             if is_call(span):
                 self.calls.append(len(self.ids))
-                self._keep_call(span)
-            elif kind != "operation" or names.FEEDBACK_LABEL in span.attributes:
-                self.kept.append(_without_messages(span) if kind == "model" else span)
+                size = len(str(span.attributes.get(names.INPUT_MESSAGES)))
+                if self._longest is None or size > self._longest[0]:
+                    self._longest = size, len(self.kept) - 1, span
             self.ids.append(span.span_id)
             self.starts.append(span.start_time)
         return self
-
-    def _keep_call(self, span: Span) -> None:
-        request = span.attributes.get(names.INPUT_MESSAGES)
-        size = len(request) if isinstance(request, str) else 0
-        place, longest = self._longest
-        if size > longest:
-            if place >= 0:
-                self.kept[place] = _without_messages(self.kept[place])
-            self._longest = len(self.kept), size
-        else:
-            span = _without_messages(span)
-        self.kept.append(span)
 
     async def totals(
         self, rollout: Rollout, attempt: Attempt | None, weights: RewardWeights
@@ -459,9 +451,10 @@ class AttemptIndex:
         state = rollout.status, rollout.end_time, attempt and (attempt.status, attempt.end_time)
         known, count, began = self._totals, len(self.ids), time.monotonic()
         if known is None or known[0] != state or (known[1] != count and began >= self._totals_until):
-            found = await asyncio.to_thread(
-                lambda: (RolloutSummary(rollout, attempt, list(self.kept), weights), self._density())
-            )
+            longest, spans = self._longest, list(self.kept)  # in this order: spans are added in another thread
+            if longest is not None:
+                _, place, spans[place] = longest
+            found = await asyncio.to_thread(lambda: (RolloutSummary(rollout, attempt, spans, weights), self._density()))
             known = self._totals = state, count, *found
             self._totals_until = time.monotonic() + REST * (time.monotonic() - began)
         return known[2], known[3], known[1] == count

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import digits
 from typing import Any
 
 import orjson
@@ -266,8 +268,8 @@ MOST_IN_BATCH = 1024
 """Rollouts of a step over which credit is computed; with more, only the group itself is read."""
 MOST_CREDITS = 8
 """Steps whose credit is remembered."""
-PAGE = 500
-"""Rollouts in one request to the store."""
+NEWEST_ROLLOUTS = 200
+"""Those by which is judged whether ids tell groups."""
 
 
 def files_of_run(name: str, files: RunFiles | None) -> RunFiles:
@@ -286,11 +288,22 @@ class RunData:
     ) -> None:
         self.name, self.files, self.store = name, files, store
         self.shares_store, self.writable = shares_store, writable
+        self.readers = 0
+        """Requests that read it."""
         self.summaries = Summaries(store, self.weights, self._updates)
         self.live = Live(store, self.summaries)
         self.attempts = AttemptIndexes(store)
         self._texts: TokenTexts | None = None
         self._credits: dict[Any, BatchCredit] = {}
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        """Within it, its store stays open."""
+        self.readers += 1
+        try:
+            yield
+        finally:
+            self.readers -= 1
 
     def run(self) -> RunFiles:
         """Raises as `files_of_run`."""
@@ -335,24 +348,26 @@ class RunData:
 
     async def by_ids(self, rollout_ids: Sequence[str]) -> list[Rollout]:
         """Those that there are, in the given order."""
-        found: dict[str, Rollout] = {}
-        for start in range(0, len(rollout_ids), PAGE):
-            chunk = rollout_ids[start : start + PAGE]
-            found |= {each.rollout_id: each for each in await self.store.query_rollouts(rollout_id_in=chunk)}
+        found = {each.rollout_id: each for each in await self.store.query_rollouts(rollout_id_in=rollout_ids)}
         return [found[each] for each in rollout_ids if each in found]
 
     async def group(self, rollout: Rollout) -> list[Rollout]:
         """The rollouts of the same group, itself included, in order of creation: by the group they name, else by the
-        same task among the newest rollouts."""
-        if not (stem := group_of(rollout)):
-            found = (await self.store.query_rollouts(newest_first=True, limit=2000))[::-1]
-        else:
-            if not rollout.rollout_id.startswith(stem):  # ids of a group have the same beginning
-                stem = rollout.rollout_id.rstrip("0123456789") or rollout.rollout_id[:1]
-            found = await self.store.query_rollouts(rollout_id_contains=stem, limit=5000)
+        same task; among the newest rollouts where ids do not tell groups."""
         key = _group_key(rollout)
+        if not key[0] or (found := await self.by_group_name(key[0])) is None:
+            found = (await self.store.query_rollouts(newest_first=True, limit=2000))[::-1]
         own = [each for each in found if key[-1] and _group_key(each) == key]
         return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
+
+    async def by_group_name(self, group: str) -> list[Rollout] | None:
+        """Those whose ids say that they may be of a group, as those of training runs do: they contain its name without
+        the number at its end, which ids write with zeros. None: ids do not tell the group. Where those of the newest
+        rollouts do not, no id is searched for."""
+        if not any(map(_tells_group, await self.store.query_rollouts(newest_first=True, limit=NEWEST_ROLLOUTS))):
+            return None
+        found = await self.store.query_rollouts(rollout_id_contains=group.rstrip(digits), limit=20_000)
+        return found if found and _tells_group(found[0]) else None
 
     async def facts(self, rollout: Rollout, rollout_ids: Sequence[str]) -> TokenFacts:
         """Of some rollouts of the same group."""
@@ -422,6 +437,10 @@ def _why_alone(step: int | None, has_audit: bool, rollout: Rollout) -> str:
     return "no step has learned from this rollout (yet); shown is what its group alone would teach"
 
 
+def _tells_group(rollout: Rollout) -> bool:
+    return rollout.rollout_id.startswith(group_of(rollout).rstrip(digits) or "-")
+
+
 def _group_key(rollout: Rollout) -> tuple[str, str]:
     """Equal for those of a group. Without anything in it, it is of no other."""
     group = group_of(rollout)
@@ -434,7 +453,7 @@ def _group_key(rollout: Rollout) -> tuple[str, str]:
 STORE = "store"
 """The name of a store that is shown by itself."""
 MOST_OPEN = 16
-"""Databases that are open at the same time."""
+"""Databases that stay open, unless more are being read."""
 
 
 class Catalog:
@@ -452,8 +471,8 @@ class Catalog:
         self._store, self._own, self.writable = store, own and own.resolve(), writable
         self._roots = [path.resolve() for path in roots]
         self._files: dict[Path, RunFiles] = {}
-        self._opened: dict[Path, LightningStoreBase] = {}
-        self._data: dict[str, RunData] = {}
+        self._data: dict[Any, RunData] = {}
+        """By name, files, and whether they have a database; the one asked for last comes last."""
 
     def sources(self) -> dict[str, RunFiles | None]:
         """The runs by name, which is that of the directory, and at the end a store by itself, which has no files."""
@@ -475,35 +494,39 @@ class Catalog:
         return known[name]
 
     async def run(self, name: str) -> RunData:
-        """Raises NotFoundError for an unknown name, and ConfigError for a run whose store is not known."""
+        """Raises NotFoundError for an unknown name, and ConfigError for a run whose store is not known. `reading` is
+        to be entered before anything else is awaited."""
         files = self.source(name)
-        store, known = await self._store_of(files), self._data.get(name)
-        if known is None or known.store is not store or known.files is not files:
-            shares = files is not None and not (files.path / "store.db").exists()
-            known = self._data[name] = RunData(name, files, store, shares, self.writable)
+        opened = [key for key, each in self._data.items() if each.store is not self._store]
+        idle = next((key for key in opened if not self._data[key].readers), None)
+        if len(opened) > MOST_OPEN and idle is not None:
+            await self._close(idle)
+        key = name, files, files is not None and (files.path / "store.db").exists()
+        known = self._data[key] = self._data.pop(key, None) or self._open(*key)
         return known
 
-    async def _store_of(self, files: RunFiles | None) -> LightningStoreBase:
-        path = None if files is None or files.path == self._own else files.path / "store.db"
-        if path is not None and path.exists():
-            store = self._opened.pop(path, None) or LightningStore(path)
-            self._opened[path] = store  # the one used last comes last
-            if len(self._opened) > MOST_OPEN:
-                await self._opened.pop(next(iter(self._opened))).close()
-            return store
-        if self._store is not None:
-            return self._store
-        raise ConfigError(
-            f"the rollouts of {STORE if files is None else files.path} are in another store, which the run was given;"
-            " open that as well: agl dashboard DATABASE"
-        )
+    def _open(self, name: str, files: RunFiles | None, has_store: bool) -> RunData:
+        store = self._store
+        if files is not None and has_store and files.path != self._own:
+            store = LightningStore(files.path / "store.db")
+        if store is None:
+            raise ConfigError(
+                f"the rollouts of {STORE if files is None else files.path} are in another store, which the run was"
+                " given; open that as well: agl dashboard DATABASE"
+            )
+        return RunData(name, files, store, files is not None and not has_store, self.writable)
+
+    async def _close(self, key: Any) -> None:
+        """Stop reading, and close the store if it was opened here."""
+        run = self._data.pop(key)
+        await run.attempts.close()
+        if run.store is not self._store:
+            await run.store.close()
 
     async def close(self) -> None:
         """Stop reading, and close the stores that were opened here."""
-        for run in self._data.values():
-            await run.attempts.close()
-        while self._opened:
-            await self._opened.popitem()[1].close()
+        while self._data:
+            await self._close(next(iter(self._data)))
 
 
 def catalog_of_run(directory: Path, store: LightningStoreBase) -> Catalog:

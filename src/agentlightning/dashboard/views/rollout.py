@@ -219,17 +219,15 @@ async def _calls(run: RunData, rollout: Rollout, facts: TokenFacts, first: int) 
 async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], bool]:
     """The first spans, up to the call that follows so many, which is left out; and whether there is one."""
     found: list[Span] = []
-    seen, after = 0, None
     while len(found) < MOST_SPANS_OF_CALLS:
+        after = found[-1].span_id if found else None
         chunk = await run.store.query_spans(*key, after=after, limit=SPANS_OF_CALLS)
-        for span in chunk:
-            seen += is_call(span)
-            if seen > calls:
-                return found, True
-            found.append(span)
+        found += chunk
+        places = [place for place, span in enumerate(found) if is_call(span)]
+        if len(places) > calls:
+            return found[: places[calls]], True
         if len(chunk) < SPANS_OF_CALLS:
             return found, False
-        after = chunk[-1].span_id
     return found, True
 
 

@@ -144,8 +144,11 @@ def _page(
 
 async def select(run: RunData, table: Table) -> Json:
     """One page. Raises ConfigError for an order or a cursor that cannot be."""
-    if table.step is not None or (table.group is not None and await _in_ids(run, table.group)):
-        return await _from_set(run, table)
+    rollouts = None if table.group is None else await run.by_group_name(table.group)
+    if table.step is not None:
+        rollouts = await rollouts_of_step(run, table.step)
+    if rollouts is not None:
+        return await _from_set(run, table, rollouts)
     if table.sort in BY_SUMMARY:
         raise ConfigError(
             f"sort={table.sort!r} sorts the rollouts of one step= or group=; a whole store: {', '.join(BY_STORE)}"
@@ -153,16 +156,6 @@ async def select(run: RunData, table: Table) -> Json:
     if table.id is not None and table.after is None and (whole := await run.by_ids([table.id])):
         return _page(await table.admitted(run, whole), None, 1)
     return await _scan(run, table)
-
-
-async def _in_ids(run: RunData, group: str) -> bool:
-    """Whether the ids of rollouts tell their group, as those of training runs do. Other rollouts name it in their
-    metadata alone, and are searched page by page. Where the newest ones do so, no id is searched for."""
-    newest = await run.store.query_rollouts(newest_first=True, limit=CHUNK)
-    if not any(own and each.rollout_id.startswith(_stem(own)) for each in newest if (own := group_of(each))):
-        return False
-    found = await run.store.query_rollouts(rollout_id_contains=_stem(group), limit=1)
-    return bool(found) and found[0].rollout_id.startswith(_stem(group_of(found[0])) or "-")
 
 
 async def _scan(run: RunData, table: Table) -> Json:
@@ -211,12 +204,8 @@ async def _total(run: RunData, table: Table, wanted: Mapping[str, Any]) -> int |
     return await run.store.count_rollouts(**wanted)
 
 
-async def _from_set(run: RunData, table: Table) -> Json:
+async def _from_set(run: RunData, table: Table, rollouts: Sequence[Rollout]) -> Json:
     """The rollouts of a step or a group: few enough to read all of them."""
-    if table.step is not None:
-        rollouts = await rollouts_of_step(run, table.step)
-    else:
-        rollouts = await run.store.query_rollouts(rollout_id_contains=_stem(str(table.group)), limit=20_000)
     rows = await table.admitted(run, rollouts)
     if table.sort is not None:
         value = attrgetter("start_time" if table.sort == CREATED else table.sort)
@@ -224,11 +213,6 @@ async def _from_set(run: RunData, table: Table) -> Json:
         rows = [*known, *(each for each in rows if value(each) is None)]
     end = table.offset + table.limit
     return _page(rows[table.offset : end], str(end) if end < len(rows) else None, len(rollouts), len(rows), SORTS)
-
-
-def _stem(group: str) -> str:
-    """What the ids of a group's rollouts contain: the group without its number, which ids write with zeros."""
-    return group.rstrip("0123456789")
 
 
 async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
