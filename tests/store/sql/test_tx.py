@@ -228,6 +228,37 @@ async def test_what_is_kept_in_memory_is_bounded_and_nothing_depends_on_it(
     await store.close()
 
 
+async def test_what_is_known_of_span_ids_is_bounded_where_all_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentlightning.store.sql.spans.CACHE_BYTES", 20_000)
+    store = SqlStore(":memory:")
+    spans = [
+        [a_span((each.rollout_id, each.attempt.attempt_id), span_id=f"{number:016}") for number in range(50)]
+        for each in [await store.start_rollout(number) for number in range(20)]
+    ]
+    for some in [*spans, *spans]:
+        await store.add_many_spans(some)
+    store.writer.spans.clear()
+    for some in spans:
+        await store.add_many_spans(some)
+    assert sum(len(each.ids or ()) for each in store.writer.spans._known.values()) <= 200
+    await store.close()
+
+
+async def test_ids_of_an_attempt_with_more_than_is_remembered_of_all_are_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentlightning.store.sql.spans.CACHE_BYTES", 2_000)
+    store = SqlStore(":memory:")
+    attempted = await store.start_rollout("long")
+    ids, reads = (attempted.rollout_id, attempted.attempt.attempt_id), list[str]()
+    read = Tx.all
+    monkeypatch.setattr(Tx, "all", lambda tx, sql, *values: reads.append(sql) or read(tx, sql, *values))
+    for number in range(100):
+        await store.add_span(a_span(ids, span_id=f"{number:016}"))
+    assert not [sql for sql in reads if "ids FROM span_packs" in sql]
+    await store.close()
+
+
 async def test_a_store_opened_again_goes_on_where_it_was(tmp_path: Path) -> None:
     store = LightningStore(tmp_path / "store.db")
     await store.update_queue("slow", 1)
