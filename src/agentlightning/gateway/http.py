@@ -89,7 +89,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limit: int) ->
     """The complete body, decompressed. Raises ApiError 413 above `limit` bytes, 415 for an unknown content coding, and
     ClientDisconnected."""
     try:
-        body = await receive_body(receive, limit, "shorten the conversation")
+        body = await receive_body(headers, receive, limit, "shorten the conversation")
         coding = headers.get("content-encoding")
         return await decompress(body, coding, limit) if coding else body
     except (RequestError, CodingError) as error:

@@ -35,7 +35,7 @@ def event_routes(store: LightningStoreBase, secret: str) -> list[Route]:
         key = api_key(request.headers)
         if not key or read_attempt_key(secret, key) != (rollout_id, attempt_id):
             raise RequestError("events need the AGL_KEY of this attempt, as `Authorization: Bearer <key>`", 401)
-        body = await receive_body(request.receive, MAX_EVENT_BYTES, "send less")
+        body = await receive_body(request.headers, request.receive, MAX_EVENT_BYTES, "send less")
         span = read_event(body, rollout_id, attempt_id)
         span.attributes.update(late_mark(await store.get_attempt(attempt_id)))
         stored = await store.add_span(span)

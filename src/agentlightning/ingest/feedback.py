@@ -56,7 +56,7 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
     """Routes for a Starlette application; they come before those of the store. `secret` signs links."""
 
     async def post(request: Request) -> Response:
-        feedback, source = read_feedback(await receive_body(request.receive, MAX_BYTES, "send less"))
+        feedback, source = read_feedback(await receive_body(request.headers, request.receive, MAX_BYTES, "send less"))
         span = await add_feedback(store, request.path_params["rollout_id"], feedback, source)
         ids = {"rollout_id": span.rollout_id, "attempt_id": span.attempt_id, "span_id": span.span_id}
         return respond(orjson.dumps(ids), 201)
@@ -70,7 +70,7 @@ def feedback_routes(store: LightningStoreBase, secret: str, token: str | None) -
                 raise RequestError("This link has expired.", 410)
             if request.method != "POST":
                 return _page(FORM)
-            body = await receive_body(request.receive, MAX_BYTES, "send less")
+            body = await receive_body(request.headers, request.receive, MAX_BYTES, "send less")
             await add_feedback(store, link.rollout_id, read_form(body), link.nonce)
         except AgentLightningError as error:
             return _page(f"<h1>{html.escape(str(error))}</h1>", status_of(error))

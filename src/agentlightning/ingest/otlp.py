@@ -387,7 +387,7 @@ class OtlpReceiver:
 
     async def _read(self, http: HttpRequest, content_type: str) -> Request:
         limit = self._max_body_bytes
-        body = await receive_body(http.receive, limit, "send fewer spans at once")
+        body = await receive_body(http.headers, http.receive, limit, "send fewer spans at once")
         coding = http.headers.get("content-encoding", "")
         if len(body) <= INLINE_BYTES:
             body, coding = await decompress(body, coding, limit), ""

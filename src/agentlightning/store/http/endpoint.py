@@ -65,7 +65,7 @@ def authorize(headers: Headers, token: str | None) -> None:
 
 async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes:
     """Read and decompress a JSON body. Raises RequestError if it is over `limit` bytes (413) or not JSON (415)."""
-    data = await receive_body(receive, limit, "send less at once, or raise the server's limit")
+    data = await receive_body(headers, receive, limit, "send less at once, or raise the server's limit")
     if not data:
         return data
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -77,10 +77,13 @@ async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) ->
         raise RequestError(str(error), error.status) from None
 
 
-async def receive_body(receive: Receive, limit: int, hint: str) -> bytes:
+async def receive_body(headers: Mapping[str, str], receive: Receive, limit: int, hint: str) -> bytes:
     """The body of a request as it was sent. Raises RequestError (413) with the hint if it is over `limit` bytes, and
     ClientDisconnected."""
+    announced = headers.get("content-length", "")
     parts, size, more = list[bytes](), 0, True
+    if announced.isdecimal() and int(announced) > limit + DISCARDED_BYTES:
+        size = int(announced)  # nothing of it is read
     while more and size <= limit + DISCARDED_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
