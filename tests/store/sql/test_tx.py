@@ -17,7 +17,7 @@ from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.sql import rollouts
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.store.sql.tx import CHUNK_BYTES, Tx, chunks, insert
+from agentlightning.store.sql.tx import CHUNK_BYTES, OPEN_ATTEMPTS, Tx, chunks, insert
 
 pytestmark = pytest.mark.integration
 
@@ -256,6 +256,17 @@ async def test_ids_of_an_attempt_with_more_than_is_remembered_of_all_are_read_on
     for number in range(100):
         await store.add_span(a_span(ids, span_id=f"{number:016}"))
     assert not [sql for sql in reads if "ids FROM span_packs" in sql]
+    await store.close()
+
+
+async def test_heartbeats_of_many_workers_ask_once_for_what_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, reads = SqlStore(":memory:"), list[str]()
+    for number in range(50):
+        await store.start_rollout(number, worker_id=f"w{number}")
+    read = Tx.all
+    monkeypatch.setattr(Tx, "all", lambda tx, sql, *values: reads.append(sql) or read(tx, sql, *values))
+    await asyncio.gather(*[store.update_worker(f"w{number}", {"alive": True}) for number in range(50)])
+    assert len([sql for sql in reads if sql == OPEN_ATTEMPTS]) <= 2
     await store.close()
 
 
