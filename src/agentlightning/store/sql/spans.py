@@ -269,7 +269,7 @@ class SpanWriter:
         if part.prompts:
             self._bytes -= sum([len(leaf.ids) for leaf in known.leaves])
             if known.spans != before:
-                known.leaves = read_leaves(tx, attempt.key, known.leaves)
+                known.leaves = read_leaves(tx, attempt.key, known.leaves, place_of(key, 0))
             known.spans = before
             prompts = [add_prompt(known.leaves, attempt.key, place_of(key, index), ids) for index, ids in part.prompts]
             self._bytes += sum([len(leaf.ids) for leaf in known.leaves])
