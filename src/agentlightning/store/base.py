@@ -36,6 +36,7 @@ sort by instead (None comes first), `sort_order` "desc" reverses the order; both
 # pyright: reportReturnType=false
 from __future__ import annotations
 
+import abc
 import asyncio
 import functools
 import inspect
@@ -116,7 +117,7 @@ class _OpeningSignature:
         return inspect.Signature([url], return_annotation="LightningStore")
 
 
-class LightningStore:
+class LightningStore(abc.ABC):  # noqa: B024  methods of a subclass may be abstract
     """A store of rollouts, attempts, spans and resources. The base class of every kind of store.
 
     `LightningStore(url)` opens a durable store embedded in this process. url: a path, `sqlite:///PATH`,

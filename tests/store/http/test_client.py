@@ -361,6 +361,20 @@ async def test_calls_made_together_travel_together(there: Store, store: Store, p
     assert sorted(rollout.input for rollout in made) == list(range(200))
 
 
+async def test_it_works_on_where_every_task_of_the_loop_was_cancelled(store: Store, hub: StoreHub) -> None:
+    there = LightningStoreClient(hub.serve(store))
+    for _ in range(2 * client_module.MAX_REQUESTS_IN_FLIGHT):
+        asyncio.create_task(there.get_worker("w1"))  # noqa: RUF006  it is cancelled
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await there.enqueue_rollout("afterwards")
+    assert len(await store.query_rollouts()) == 1
+    await there.close()
+
+
 async def test_a_bad_call_fails_alone(there: Store) -> None:
     def bad(n: int) -> Any:
         return there.cancel_rollout("nope") if n % 3 == 1 else there.update_worker("w", lease_seconds="x")  # pyright: ignore

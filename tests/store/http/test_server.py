@@ -18,6 +18,8 @@ from agentlightning.server.app import Server
 from agentlightning.span import Span
 from agentlightning.store import LightningStoreBase
 from agentlightning.store.base import IMPLEMENTED
+from agentlightning.store.http.endpoint import read_body
+from agentlightning.store.http.errors import RequestError
 from agentlightning.store.http.operations import OPERATIONS
 from agentlightning.store.instrumented import instrument
 from agentlightning.store.paging import PAGE
@@ -548,6 +550,21 @@ async def test_a_compressed_body_is_read_and_a_bomb_is_not(
     writer.close()
     assert b" 413 " in status
     assert len(await store.query_spans(claimed.rollout_id)) == 1
+
+
+async def test_of_a_body_that_is_announced_as_far_too_large_nothing_is_read() -> None:
+    async def receive() -> Any:
+        raise AssertionError("it was read")
+
+    with pytest.raises(RequestError, match="larger than 1000 bytes") as refused:
+        await read_body({**JSON, "content-length": "9" * 12}, receive, 1000)
+    assert refused.value.status == 413
+
+
+@pytest.mark.parametrize("depth", [300, 900])
+async def test_an_input_that_is_nested_too_deeply_is_refused(http: httpx.AsyncClient, depth: int) -> None:
+    body = b'{"input": %b1%b}' % (b"[" * depth, b"]" * depth)
+    refusal(await http.post("/rollouts", content=body, headers=JSON), 400, "ConfigError", "Recursion limit")
 
 
 async def test_an_attribute_of_ten_megabytes_is_kept(

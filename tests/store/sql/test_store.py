@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import gc
 import os
@@ -302,3 +303,12 @@ def test_a_store_of_ones_own_that_lacks_a_method_says_which() -> None:
 
     with pytest.raises(TypeError, match=r"Half is not a whole store: it has no add_many_spans, .*, wait_for_rollouts"):
         Half()
+
+
+def test_a_store_of_ones_own_may_have_abstract_methods() -> None:
+    class Placed(SqlStore):
+        @abc.abstractmethod
+        def place(self) -> str: ...
+
+    with pytest.raises(TypeError, match="place"):
+        Placed(":memory:")

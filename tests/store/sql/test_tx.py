@@ -17,7 +17,7 @@ from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore
 from agentlightning.store.sql import rollouts
 from agentlightning.store.sql.store import SqlStore
-from agentlightning.store.sql.tx import CHUNK_BYTES, Tx, chunks, insert
+from agentlightning.store.sql.tx import CHUNK_BYTES, OPEN_ATTEMPTS, Tx, chunks, insert
 
 pytestmark = pytest.mark.integration
 
@@ -225,6 +225,48 @@ async def test_what_is_kept_in_memory_is_bounded_and_nothing_depends_on_it(
         assert await store.query_spans(ids[0]) == [span, longer]
         await store.update_attempt(*ids, status="succeeded")
     assert (await store.statistics())["rollouts.succeeded"] == 100
+    await store.close()
+
+
+async def test_what_is_known_of_span_ids_is_bounded_where_all_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentlightning.store.sql.spans.CACHE_BYTES", 20_000)
+    store = SqlStore(":memory:")
+    spans = [
+        [a_span((each.rollout_id, each.attempt.attempt_id), span_id=f"{number:016}") for number in range(50)]
+        for each in [await store.start_rollout(number) for number in range(20)]
+    ]
+    for some in [*spans, *spans]:
+        await store.add_many_spans(some)
+    store.writer.spans.clear()
+    for some in spans:
+        await store.add_many_spans(some)
+    assert sum(len(each.ids or ()) for each in store.writer.spans._known.values()) <= 200
+    await store.close()
+
+
+async def test_ids_of_an_attempt_with_more_than_is_remembered_of_all_are_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentlightning.store.sql.spans.CACHE_BYTES", 2_000)
+    store = SqlStore(":memory:")
+    attempted = await store.start_rollout("long")
+    ids, reads = (attempted.rollout_id, attempted.attempt.attempt_id), list[str]()
+    read = Tx.all
+    monkeypatch.setattr(Tx, "all", lambda tx, sql, *values: reads.append(sql) or read(tx, sql, *values))
+    for number in range(100):
+        await store.add_span(a_span(ids, span_id=f"{number:016}"))
+    assert not [sql for sql in reads if "ids FROM span_packs" in sql]
+    await store.close()
+
+
+async def test_heartbeats_of_many_workers_ask_once_for_what_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, reads = SqlStore(":memory:"), list[str]()
+    for number in range(50):
+        await store.start_rollout(number, worker_id=f"w{number}")
+    read = Tx.all
+    monkeypatch.setattr(Tx, "all", lambda tx, sql, *values: reads.append(sql) or read(tx, sql, *values))
+    await asyncio.gather(*[store.update_worker(f"w{number}", {"alive": True}) for number in range(50)])
+    assert len([sql for sql in reads if sql == OPEN_ATTEMPTS]) <= 2
     await store.close()
 
 

@@ -407,19 +407,20 @@ class LoopTransport:
         return task
 
     def _add_sender(self) -> None:
-        if self._senders < MAX_REQUESTS_IN_FLIGHT:
+        if self._queue and self._senders < MAX_REQUESTS_IN_FLIGHT:
             self._senders += 1
-            self._start(self._send_queued())
+            self._start(self._send_queued()).add_done_callback(self._on_sender_ended)
+
+    def _on_sender_ended(self, _: asyncio.Task[None]) -> None:
+        """Possibly as someone cancelled every task of the loop, before it had begun."""
+        self._senders -= 1
+        self._add_sender()
 
     async def _send_queued(self) -> None:
         """Send what is queued, batch by batch; what does not fit into the batch is left to another sender."""
-        try:
-            while batch := self._next_batch():
-                if self._queue:
-                    self._add_sender()
-                await self._send(batch)
-        finally:
-            self._senders -= 1
+        while batch := self._next_batch():
+            self._add_sender()
+            await self._send(batch)
 
     def _next_batch(self) -> list[PendingCall]:
         batch: list[PendingCall] = []

@@ -533,6 +533,7 @@ class Committer(DatabaseThread):
         tx.new_rollouts = sum([command.new_rollouts for command in commands])
         self._answered.load(tx, [command.idempotent.key for command in commands if command.idempotent is not None])
         tx.load_workers([name for command in commands for name in command.workers])
+        tx.load_open_attempts([name for each in commands if each.name == "update_worker" for name in each.workers])
         attempts = [name for command in commands for name in command.attempts]
         tx.load_owners(attempts)
         rollouts = [name for command in commands for name in command.rollouts]

@@ -114,9 +114,10 @@ def add_prompt(leaves: list[Leaf], attempt_key: int, place: int, ids: bytes) -> 
     return place, attempt_key, root, base, shared, ids[shared:]
 
 
-def read_leaves(database: Connection | Tx, attempt_key: int, known: list[Leaf]) -> list[Leaf]:
-    """The last prompt of an attempt, from the database; `known` if that is one of them."""
-    ((place,),) = database.all("SELECT max(place) FROM prompts WHERE attempt_key = ?", attempt_key)
+def read_leaves(database: Connection | Tx, attempt_key: int, known: list[Leaf], end: int) -> list[Leaf]:
+    """The last prompt of an attempt before the place `end`, from the database; `known` if that is one of them. Other
+    servers may have stored some after it, which those who read what is there do not see."""
+    ((place,),) = database.all("SELECT max(place) FROM prompts WHERE attempt_key = ? AND place < ?", attempt_key, end)
     if place is None or (known and place == known[-1].path[-1][0]):
         return known
     reader = PromptReader(database)

@@ -35,7 +35,7 @@ from agentlightning.store.ids import claimed_id, first_of_claim, new_id
 from agentlightning.store.paging import PageSizer
 from agentlightning.store.sql import mapping
 from agentlightning.store.sql.schema import OPEN, AttemptRow, RolloutRow, WorkerRow
-from agentlightning.store.sql.tx import CACHE_BYTES, LOAD_BY_KEY, OPEN_ATTEMPTS, Tx
+from agentlightning.store.sql.tx import CACHE_BYTES, LOAD_BY_KEY, Tx
 from agentlightning.store.sql.waiting import WAIT, Command, given
 from agentlightning.store.types import Worker
 
@@ -600,7 +600,8 @@ def update_worker(tx: Tx, worker_id: str, **changes: Any) -> Worker:
 
 def _open_attempts(tx: Tx, worker: WorkerRow) -> list[AttemptRow]:
     """Those of a worker that are open still, the newest last."""
-    ids = [row[1:] for row in tx.all(OPEN_ATTEMPTS, [worker.worker_id])]
+    tx.load_open_attempts([worker.worker_id])
+    ids = tx.open_attempts[worker.worker_id]
     tx.load(rollout_id for rollout_id, _ in ids)
     rollouts = [(attempt_id, tx.rollouts[rollout_id]) for rollout_id, attempt_id in ids]
     found = [None if rollout is None else rollout.attempts.get(attempt_id) for attempt_id, rollout in rollouts]
@@ -634,6 +635,7 @@ def expire(tx: Tx) -> float | None:
             _end(tx, attempt, "unresponsive", failure("Unresponsive", message))
     names = [name for (name,) in tx.all(_LOST, now, EXPIRY_BATCH)]
     tx.load_workers(names)
+    tx.load_open_attempts(names)
     for worker in map(tx.worker, names):
         if worker.lost_at is not None and worker.lost_at <= now:
             tx.set(worker, lost_at=None, lost=1)

@@ -90,7 +90,7 @@ _INSERT_PLACE: Final = insert("span_places", ("attempt_key", "span_id", "pack_ke
 _INSERT_PROMPT: Final = insert("prompts", ("place", "attempt_key", "root", "base", "keep", "ids"))
 _IDS_AFTER: Final = "SELECT key, ids FROM span_packs WHERE attempt_key = ? AND key > ? ORDER BY key"
 CACHE_BYTES: Final = 32 << 20
-"""Of what is remembered of attempts, estimated. Then all of it is forgotten."""
+"""Of what is remembered of attempts, estimated. Then that of all but one is forgotten."""
 ID_BYTES: Final = 128
 KNOWN_BYTES: Final = 512
 """Of an attempt, without its ids and prompts."""
@@ -250,6 +250,8 @@ class SpanWriter:
             if remember:
                 self._known[identity] = known
                 self._bytes += KNOWN_BYTES
+        if self._bytes > CACHE_BYTES:
+            self._known, self._bytes = {identity: known}, 0
         return known
 
     def add_pack(self, tx: Tx, attempt: AttemptRow, part: SpanPack, first: int, superseded: int | None = None) -> None:
@@ -257,8 +259,6 @@ class SpanWriter:
         default, whether it is now."""
         tx.changed = True  # from here on, what is remembered is
         key, before, count = tx.connection.new_key("span_packs", 0), attempt.spans, part.count
-        if self._bytes > CACHE_BYTES:
-            self._known, self._bytes = {}, 0
         known = self._known_of(attempt, part.named or bool(part.prompts))
         if part.named and not before:
             known.ids = set()
@@ -269,7 +269,7 @@ class SpanWriter:
         if part.prompts:
             self._bytes -= sum([len(leaf.ids) for leaf in known.leaves])
             if known.spans != before:
-                known.leaves = read_leaves(tx, attempt.key, known.leaves)
+                known.leaves = read_leaves(tx, attempt.key, known.leaves, place_of(key, 0))
             known.spans = before
             prompts = [add_prompt(known.leaves, attempt.key, place_of(key, index), ids) for index, ids in part.prompts]
             self._bytes += sum([len(leaf.ids) for leaf in known.leaves])

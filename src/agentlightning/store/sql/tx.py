@@ -338,6 +338,8 @@ class Tx:
             self.owners: dict[str, str | None] = {}
             """The rollout id by attempt id."""
         self.workers: dict[str, WorkerRow] = {}
+        self.open_attempts: dict[str, list[tuple[str, str]]] = {}
+        """By worker: (rollout id, attempt id), the newest last, as of when they were loaded."""
         self._changed: dict[Row, dict[str, Any]] = {}
         """The columns of each row that were set. Only these are written, so that few indexes are touched."""
         self._inserts: defaultdict[Statement, list[tuple[Any, ...]]] = defaultdict(list)
@@ -405,6 +407,12 @@ class Tx:
         if missing := _missing(worker_ids, self.workers):
             self.workers.update({name: WorkerRow(name, stored=False) for name in missing})
             self.workers.update({columns[0]: WorkerRow(*columns) for columns in self.all(_LOAD_WORKERS, missing)})
+
+    def load_open_attempts(self, worker_ids: Iterable[str]) -> None:
+        if missing := _missing(worker_ids, self.open_attempts):
+            self.open_attempts.update({name: [] for name in missing})
+            for worker_id, rollout_id, attempt_id in self.all(OPEN_ATTEMPTS, missing):
+                self.open_attempts[worker_id].append((rollout_id, attempt_id))
 
     def find_rollout(self, rollout_id: str) -> RolloutRow | None:
         self.load([rollout_id])

@@ -15,7 +15,7 @@ import pytest
 
 from agentlightning.errors import StoreError
 from agentlightning.rollouts import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
-from agentlightning.span import Span
+from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import LightningStore, LightningStoreBase
 from agentlightning.store.sql import committer
 from agentlightning.store.sql import postgres as server
@@ -46,6 +46,19 @@ async def test_no_rollout_is_claimed_twice(servers: tuple[Store, Store]) -> None
     claims = [store.dequeue_many_rollouts(3) for _ in range(10) for store in servers]
     claimed = [each.rollout_id for some in await asyncio.gather(*claims) for each in some]
     assert sorted(claimed) == sorted(rollout.rollout_id for rollout in made)
+
+
+async def test_prompts_that_servers_store_in_turn_are_read_alone_and_together(servers: tuple[Store, Store]) -> None:
+    attempted = await servers[0].start_rollout("task")
+    ids, prompt = (attempted.rollout_id, attempted.attempt.attempt_id), list(range(300))
+    for number in range(8):
+        prompt = [*prompt, *range(60)]
+        span = Span(*ids, "call", 1.0, span_id=f"s{number}", attributes={PROMPT_TOKEN_IDS: prompt})
+        await servers[number % 2].add_span(span)
+    together = await servers[0].query_spans(ids[0])
+    assert [len(span.attributes[PROMPT_TOKEN_IDS]) for span in together] == [360 + 60 * number for number in range(8)]
+    for span in together:
+        assert await servers[0].add_span(span) == span  # sent again, each is read alone
 
 
 async def test_what_one_enqueues_wakes_a_runner_that_waits_at_the_other(servers: tuple[Store, Store]) -> None:
