@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import unquote
 
-from agentlightning.attempt_address import (
-    read_attempt_key,
-    root_span_id_of,
-    trace_id_of,
-)
+from agentlightning.attempt_address import read_attempt_key, root_span_id_of, trace_id_of
 from agentlightning.attempt_variables import attempt_environment, import_environment, in_process_environment
 
 ATTEMPT = "at-019de2b4c1a3f00c55d0e6b1"

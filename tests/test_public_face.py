@@ -235,8 +235,7 @@ def test_trainers_and_algorithms_show_what_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "config"),
-    [(agl.LightningRL, LightningRLConfig), (agl.SFTAlgorithm, SFTConfig), (agl.DPO, DPOConfig)],
+    ("algorithm", "config"), [(agl.LightningRL, LightningRLConfig), (agl.SFTAlgorithm, SFTConfig), (agl.DPO, DPOConfig)]
 )
 def test_editors_complete_every_setting_of_an_algorithm(algorithm: Any, config: Any) -> None:
     parameters = inspect.signature(algorithm).parameters

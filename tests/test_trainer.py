@@ -86,10 +86,7 @@ def linear():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (
-            {"algorithm": "grpo"},
-            r"there is no algorithm 'grpo'; did you mean 'algorithm\.preset=grpo'\?",
-        ),
+        ({"algorithm": "grpo"}, r"there is no algorithm 'grpo'; did you mean 'algorithm\.preset=grpo'\?"),
         ({"algorithm": Path}, r"pathlib.py\) is no algorithm; it should be a subclass of .*base:Algorithm"),
         ({"model": linear()}, "model is a Linear object.*save_pretrained"),
         ({"n_runners": -3}, r"hosts = -3 \(given as n_runners\) should be greater"),

@@ -415,10 +415,7 @@ async def test_slow_checkpoints_are_rare_unless_the_settings_say_how_many(
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        (
-            lambda task, answer: float(answer == "yes."),
-            "every rollout since the first step has the reward 0",
-        ),
+        (lambda task, answer: float(answer == "yes."), "every rollout since the first step has the reward 0"),
         (lambda task, answer: 0.0, "does not see what differs"),
     ],
 )

@@ -57,13 +57,7 @@ class Search(APO):
 async def search(world: World, given: dict, seed: int) -> None:
     random.seed(seed)
     async with AsyncOpenAI(base_url=world.url, api_key="none") as client:
-        made = Search(
-            client,
-            gradient_model="critic",
-            apply_edit_model="rewriter",
-            beam_rounds=1000,
-            **given["agl03"],
-        )
+        made = Search(client, gradient_model="critic", apply_edit_model="rewriter", beam_rounds=1000, **given["agl03"])
         made.world = world
         made.set_store(InMemoryLightningStore())
         made.set_initial_resources({"prompt": PromptTemplate(template=given["template"], engine="f-string")})

@@ -37,13 +37,7 @@ USEFUL: Final = {"Use the calculator.": 0.75, "Write one expression.": 0.15}
 """What an instruction adds to the share of demonstrations that use the calculator."""
 WITHOUT: Final = 0.05
 """That share without one."""
-INSTRUCTIONS: Final = (
-    *USEFUL,
-    "Be careful.",
-    "Think step by step.",
-    "Be concise.",
-    "Check your work.",
-)
+INSTRUCTIONS: Final = (*USEFUL, "Be careful.", "Think step by step.", "Be concise.", "Check your work.")
 INSIGHT: Final = 0.25
 """How often the critic names the most useful instruction; else it names any."""
 ARMS: Final = ("prompts", "weights", "both")

@@ -19,11 +19,7 @@ CALCULATOR: Any = {
     "function": {
         "name": "calculator",
         "description": "Evaluate an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
 MAX_TURNS = 4

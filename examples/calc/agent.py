@@ -20,9 +20,7 @@ SYSTEM = "Use the calculator, then reply ### ANSWER: number ###"
 PATIENCE_SECONDS = 60
 """How long the server may take to start or to answer."""
 SERVER = StdioServerParams(
-    command=sys.executable,
-    args=[str(Path(__file__).with_name("calculator.py"))],
-    read_timeout_seconds=PATIENCE_SECONDS,
+    command=sys.executable, args=[str(Path(__file__).with_name("calculator.py"))], read_timeout_seconds=PATIENCE_SECONDS
 )
 
 

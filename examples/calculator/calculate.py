@@ -6,11 +6,7 @@ import re
 import sys
 
 DESCRIPTION = "Evaluate an arithmetic expression."
-PARAMETERS = {
-    "type": "object",
-    "properties": {"expression": {"type": "string"}},
-    "required": ["expression"],
-}
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 
 
 def calculate(arguments: object) -> str:

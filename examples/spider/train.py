@@ -65,11 +65,7 @@ def main(arguments: list[str] | None = None) -> agl.TrainingResult:
         dataset = f"warm_start.dataset={json.dumps(str(shown))}"
         config = load_settings(agl.TrainConfig, toml=toml, overrides=[*options.settings, dataset])
     trainer = agl.Trainer(
-        config,
-        model=options.model,
-        reward=f"{HERE / 'reward.py'}:score",
-        run_dir=options.run_dir,
-        seed=options.seed,
+        config, model=options.model, reward=f"{HERE / 'reward.py'}:score", run_dir=options.run_dir, seed=options.seed
     )
     return trainer.fit(f"{HERE / 'agent.py'}:answer", tasks, held_out_dataset=held_out)
 

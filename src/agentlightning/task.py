@@ -313,13 +313,7 @@ def _saved_dataset(path: Path) -> Iterable[Any]:
     return found
 
 
-READERS = {
-    ".jsonl": _jsonl,
-    ".ndjson": _jsonl,
-    ".json": _json_array,
-    ".csv": _csv,
-    ".parquet": _parquet,
-}
+READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json_array, ".csv": _csv, ".parquet": _parquet}
 
 
 # -- identity, splits, sampling --------------------------------------------------------------------------------------

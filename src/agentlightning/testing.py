@@ -45,12 +45,7 @@ class ByteChatFormat(ChatFormat):
     eos_token_ids: frozenset[int] = frozenset({256, 258})
     tool_calls: CallFormat = HERMES
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Tools = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = True) -> str:
         listed = f"<|im_start|>system\n{_json(list(tools))}<|im_end|>\n" if tools else ""
         turns = "".join(f"<|im_start|>{_role(message)}\n{_body(message)}<|im_end|>\n" for message in messages)
         return listed + turns + ("<|im_start|>assistant\n" if add_generation_prompt else "")

@@ -84,12 +84,7 @@ class FakeTraining:
         return Collected(self.trajectories)
 
     async def score(
-        self,
-        trees: Sequence[TokenTree],
-        what: set[str],
-        *,
-        reference: Path | None = None,
-        adapter: str | None = None,
+        self, trees: Sequence[TokenTree], what: set[str], *, reference: Path | None = None, adapter: str | None = None
     ) -> Any:
         self.scored.append((set(what), trees))
         self.adapters.append(adapter)

@@ -32,12 +32,7 @@ def texts(tree: TokenTree) -> list[tuple[int, tuple[int, ...], bool]]:
 
 def test_the_worked_example_of_the_documentation() -> None:
     tree = tree_of(call((1, 2, 3), (10, 11)), call((1, 2, 3, 10, 11, 4, 5), (12,), 2))
-    assert texts(tree) == [
-        (-1, (1, 2, 3), False),
-        (0, (10, 11), True),
-        (1, (4, 5), False),
-        (2, (12,), True),
-    ]
+    assert texts(tree) == [(-1, (1, 2, 3), False), (0, (10, 11), True), (1, (4, 5), False), (2, (12,), True)]
     assert (tree.nodes[1].call, tree.nodes[3].call) == ("ro-1-1", "ro-1-2")
     assert tree.num_tokens == 8
     assert tree.num_sampled == 3

@@ -131,10 +131,7 @@ def test_named_dimensions_are_weighed(agl: Agl, tmp_path: Path) -> None:
     ("records", "message"),
     [
         ([], "no finished rollout"),
-        (
-            [record(group, 0) for group in range(6)],
-            "0 of 6 groups have two rollouts or more with a reward, 6 groups",
-        ),
+        ([record(group, 0) for group in range(6)], "0 of 6 groups have two rollouts or more with a reward, 6 groups"),
         ([record(0, i, reward=None) for i in range(6)], "6 missing reward"),
     ],
     ids=["empty", "groups of one", "no rewards"],

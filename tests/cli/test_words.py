@@ -107,8 +107,7 @@ def test_the_help_of_training_names_installed_extensions(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
-    [("agl st", {"status", "store"}), ("agl train --da", {"--data"}), ("agl store pr", {"prune"})],
+    ("line", "found"), [("agl st", {"status", "store"}), ("agl train --da", {"--data"}), ("agl store pr", {"prune"})]
 )
 def test_a_shell_completes_verbs_and_options(line: str, found: set[str]) -> None:
     words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_AGL_COMPLETE": "complete_bash"}

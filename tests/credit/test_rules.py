@@ -88,8 +88,7 @@ def test_rules_are_found_by_name_or_configuration() -> None:
     assert credit_rule({"type": "uniform", "normalize_std": False}) == GroupRelativeCredit(normalize_std=False)
     assert credit_rule(ReinforceCredit()) == ReinforceCredit()
     with pytest.raises(
-        ConfigError,
-        match=r"no credit rule 'unifrom'; did you mean 'uniform'\? Known: discounted, .*grpo, ",
+        ConfigError, match=r"no credit rule 'unifrom'; did you mean 'uniform'\? Known: discounted, .*grpo, "
     ):
         credit_rule("unifrom")
     with pytest.raises(ConfigError, match="normalise"):

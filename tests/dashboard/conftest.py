@@ -62,9 +62,7 @@ def client_of(data: Catalog, token: str | None = TOKEN) -> httpx.AsyncClient:
     """A client that sends the token."""
     transport = httpx.ASGITransport(Starlette(routes=list(dashboard_routes(data, token))))
     return httpx.AsyncClient(
-        transport=transport,
-        base_url="http://127.0.0.1/dashboard/api",
-        headers={"authorization": f"Bearer {TOKEN}"},
+        transport=transport, base_url="http://127.0.0.1/dashboard/api", headers={"authorization": f"Bearer {TOKEN}"}
     )
 
 

@@ -85,8 +85,7 @@ def test_it_gives_up_after_four_turns(model: ScriptedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "result"),
-    [("12+3*4-5", "19"), ("(2+3)*4", "20"), ("-3+5", "2"), ("7/2", "3.5"), ("98", "98")],
+    ("expression", "result"), [("12+3*4-5", "19"), ("(2+3)*4", "20"), ("-3+5", "2"), ("7/2", "3.5"), ("98", "98")]
 )
 def test_the_calculator_knows_arithmetic(expression: str, result: str) -> None:
     assert calculator(json.dumps({"expression": expression})) == result

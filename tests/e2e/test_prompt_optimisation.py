@@ -76,10 +76,7 @@ def trainer(server, run_dir, *, prompts=None, **settings) -> agl.Trainer:
 
 def fit(made: agl.Trainer, train: int = 60, validation: int = 20, held_out: int = 40) -> agl.TrainingResult:
     return made.fit(
-        write_report,
-        report_tasks(train),
-        report_tasks(validation, 1000),
-        held_out_dataset=report_tasks(held_out, 2000),
+        write_report, report_tasks(train), report_tasks(validation, 1000), held_out_dataset=report_tasks(held_out, 2000)
     )
 
 
@@ -311,15 +308,7 @@ def test_agl_train_optimises_prompts_from_a_toml_file(server, tmp_path):
         budget.calls = 60
         """
     )
-    command = [
-        str(Path(sys.executable).with_name("agl")),
-        "train",
-        "--config",
-        "run.toml",
-        "--json",
-        "--run",
-        "run",
-    ]
+    command = [str(Path(sys.executable).with_name("agl")), "train", "--config", "run.toml", "--json", "--run", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

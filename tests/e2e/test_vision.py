@@ -346,10 +346,7 @@ def test_a_server_of_0_x_speaks_rest_and_otlp_at_port_4747_by_default() -> None:
             assert (await rest.get("/rollouts")).json()["total"] == 1
         client = agl.LightningStoreClient(server.endpoint)
         rollout = await client.start_rollout({"question": "6 x 7"})
-        ids = {
-            "agentlightning.rollout_id": rollout.rollout_id,
-            "agentlightning.attempt_id": rollout.attempt.attempt_id,
-        }
+        ids = {"agentlightning.rollout_id": rollout.rollout_id, "agentlightning.attempt_id": rollout.attempt.attempt_id}
         await asyncio.to_thread(export, server.endpoint, ids)
         assert [span.name for span in await client.query_spans(rollout.rollout_id)] == ["from an SDK"]
         await client.close()

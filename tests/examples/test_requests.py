@@ -44,11 +44,7 @@ def test_answers_are_compared_at_their_own_point_by_all_that_went_through_them(
     module_of: Callable[[str, str], ModuleType],
 ) -> None:
     best = module_of("requests", "best_of_n")
-    group = [
-        rollout("a", 1.0, (2, 0.0), (3, 0.0)),
-        rollout("b", 0.0, (2, 0.0), (4, 0.0)),
-        rollout("c", 0.0, (5, 0.0)),
-    ]
+    group = [rollout("a", 1.0, (2, 0.0), (3, 0.0)), rollout("b", 0.0, (2, 0.0), (4, 0.0)), rollout("c", 0.0, (5, 0.0))]
     pairs = [(good.span_id, bad.span_id) for good, bad in best.best_and_worst(group)]
     assert pairs == [("a-0", "c-0"), ("a-1", "b-1")], "2 is worth 0.5, and 5 nothing"
     assert [want.branch for want in best.later_points(group, 3)] == [agl.BranchPoint("a", "a-1")]

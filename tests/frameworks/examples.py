@@ -106,24 +106,12 @@ ALL = [
     Example("CrewAI", "crewai/agent.py", "crewai", "crewai"),
     Example("LlamaIndex", "llama_index/agent.py", "crewai", "llama-index-core"),
     Example("Google ADK", "google_adk/agent.py", "adk", "google-adk"),
-    Example(
-        "DSPy",
-        "dspy/agent.py",
-        "dspy",
-        "dspy",
-        changed="its cache is off",
-        continues=False,
-        start_steps=360,
-    ),
+    Example("DSPy", "dspy/agent.py", "dspy", "dspy", changed="its cache is off", continues=False, start_steps=360),
     Example("Strands Agents", "strands/agent.py", "dspy", "strands-agents"),
     Example("Vercel AI SDK", "vercel_ai/agent.mjs", "node", "ai"),
     Example("bash, curl and jq", "shell/agent.sh", ""),
     Example(
-        "Claude Code",
-        "claude_code/agent.sh",
-        "commands",
-        "@anthropic-ai/claude-code",
-        changed="short prompt, one tool",
+        "Claude Code", "claude_code/agent.sh", "commands", "@anthropic-ai/claude-code", changed="short prompt, one tool"
     ),
     Example(
         "Codex", "codex/agent.sh", "commands", "@openai/codex", changed="address in `-c`, short prompt", start_steps=360

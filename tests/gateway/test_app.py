@@ -73,10 +73,7 @@ async def test_messages_and_tools_are_kept_as_opentelemetry_has_them(serve):
     service = await serve([CALL])
     await service.ask([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6*7?"}], tools=TOOLS)
     kept = (await service.spans())[0].attributes
-    assert json.loads(kept[names.INPUT_MESSAGES])[1] == {
-        "role": "user",
-        "parts": [{"type": "text", "content": "6*7?"}],
-    }
+    assert json.loads(kept[names.INPUT_MESSAGES])[1] == {"role": "user", "parts": [{"type": "text", "content": "6*7?"}]}
     (said,) = json.loads(kept[names.OUTPUT_MESSAGES])
     assert said["parts"][0] | {"id": ""} == {
         "type": "tool_call",

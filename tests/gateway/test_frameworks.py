@@ -123,10 +123,7 @@ def messages(second: Callable[[JSON], list[JSON]], system: Any = SYSTEM, later: 
     tool = {"name": "calculator", "description": "Calculates.", "input_schema": SCHEMA}
     body = {"model": "scripted", "max_tokens": 4096, "system": system, "messages": asked, "tools": [tool]} | fields
     return Replay(
-        "/v1/messages",
-        body,
-        lambda reply: body | {"messages": [*asked, *second(reply)]} | (later or {}),
-        **options,
+        "/v1/messages", body, lambda reply: body | {"messages": [*asked, *second(reply)]} | (later or {}), **options
     )
 
 

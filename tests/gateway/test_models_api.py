@@ -12,12 +12,7 @@ from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.cli.options import has_model
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.config import GatewayConfig, Provider
-from agentlightning.gateway.routing import (
-    CACHE_SECONDS,
-    RETRY_SECONDS,
-    UpstreamModels,
-    describe_model,
-)
+from agentlightning.gateway.routing import CACHE_SECONDS, RETRY_SECONDS, UpstreamModels, describe_model
 from agentlightning.gateway.routing import read_models as read
 from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.server.app import Server
@@ -92,10 +87,7 @@ async def test_only_what_a_rule_leads_to_is_listed(serve):
         assert [model.id async for model in (await service.anthropic()).models.list()] == ["scripted", "fixed"]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [Reply(status=500), Reply(b"<html>"), Reply({"data": [{}, 1]}, end="close")],
-)
+@pytest.mark.parametrize("answer", [Reply(status=500), Reply(b"<html>"), Reply({"data": [{}, 1]}, end="close")])
 async def test_a_provider_that_does_not_say_costs_nothing_but_its_names(serve, answer):
     async with ScriptedProvider([]) as gpt, ScriptedProvider([]) as claude:
         gpt.models, claude.models = lambda seen: answer, pages

@@ -19,7 +19,7 @@ from agentlightning.gateway.config import GatewayConfig
 pytestmark = pytest.mark.slow
 
 SCHEMA = {
-    **{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+    **{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 }
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6}'}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6}}

@@ -104,10 +104,7 @@ async def test_a_store_of_ones_own_may_leave_counts_out(parts):
 
 async def test_requests_are_counted_by_route_and_status_and_ids_make_no_series(parts):
     _, store, metrics = parts
-    async with (
-        Server(store, secret="s", metrics=metrics) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
-    ):
+    async with Server(store, secret="s", metrics=metrics) as server, httpx.AsyncClient(base_url=server.url) as client:
         for attempt in ("at-1", "at-2"):
             await client.post(f"/rollout/ro-1/attempt/{attempt}/events", json={})
         await client.get("/nowhere/in/particular")

@@ -72,11 +72,7 @@ class Separate(Recorded):
     ("policy", "events", "metrics"),
     [
         (Recorded(), ["calls wait", "train True", "calls go on"], {"loss"}),
-        (
-            Separate(),
-            ["train apart", "calls wait", "publish True", "calls go on"],
-            {"loss", "server_difference"},
-        ),
+        (Separate(), ["train apart", "calls wait", "publish True", "calls go on"], {"loss", "server_difference"}),
     ],
 )
 async def test_calls_wait_only_while_the_weights_that_answer_them_change(

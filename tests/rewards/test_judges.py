@@ -134,8 +134,7 @@ def test_a_judge_travels_to_the_process_of_a_runner() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"low": 1.0, "high": 0.0}, {"base_url": "nowhere"}, {"timeout": 0}, {"concurrency": 0}, {"rubric": " "}],
+    "given", [{"low": 1.0, "high": 0.0}, {"base_url": "nowhere"}, {"timeout": 0}, {"concurrency": 0}, {"rubric": " "}]
 )
 def test_a_judge_that_cannot_work_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(agl.errors.ConfigError, match=next(iter(given)).removesuffix("_url")):

@@ -81,11 +81,7 @@ async def test_an_agent_sees_neither_the_token_nor_hidden_fields_and_is_kept_fro
     monkeypatch.setenv("AGL_TOKEN", "the-token")
     monkeypatch.setenv("CREWAI_DISABLE_TELEMETRY", "of its user")
     monkeypatch.delenv("LITELLM_LOCAL_MODEL_COST_MAP", raising=False)
-    agent = [
-        sys.executable,
-        "-c",
-        "import os, sys; print(os.environ, sys.stdin.read())",
-    ]
+    agent = [sys.executable, "-c", "import os, sys; print(os.environ, sys.stdin.read())"]
     await start(f"{code}:look" if kind == "python" else agent, reward=f"{code}:judge", hide=["answer"])
     [ended] = await roll({"question": "1 + 1?", "answer": 424242})
     seen = await said(store, ended)

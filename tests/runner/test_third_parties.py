@@ -135,8 +135,7 @@ async def server(store: Any) -> AsyncIterator[Server]:
 
 
 @pytest.mark.parametrize(
-    ("agent", "calls"),
-    [("function", 2), ("coroutine", 3), ("Lit", 2), ("OneDotZero", 3), ("a command", 2)],
+    ("agent", "calls"), [("function", 2), ("coroutine", 3), ("Lit", 2), ("OneDotZero", 3), ("a command", 2)]
 )
 async def test_an_address_in_the_code_gets_a_placeholder_and_own_calls_are_attributed(
     agent: str,
@@ -188,11 +187,7 @@ def test_a_training_run_keeps_the_keys_of_its_attempts_from_third_parties(
     (tmp_path / "tasks.jsonl").write_text("".join(f'{{"question": "{n}"}}\n' for n in range(60)))
     command = [str(Path(sys.executable).parent / "agl"), "train", "--agent", "agent.py:agent"]
     command += ["--data", "tasks.jsonl", "--model", "tiny", "--run", "run", "algorithm.steps=1"]
-    command += [
-        "algorithm.tasks_per_step=2",
-        "algorithm.group_size=2",
-        "evaluation.every=0",
-    ]
+    command += ["algorithm.tasks_per_step=2", "algorithm.group_size=2", "evaluation.every=0"]
     done = subprocess.run(
         command,
         cwd=tmp_path,

@@ -219,8 +219,7 @@ DEEPSEEK: Final = Family(
 DEEPSEEK_FENCED: Final = Family(
     "deepseek",
     _deepseek(
-        "\\n",
-        "function<｜tool▁sep｜>{{ call.function.name + '\\n```json\\n' + call.function.arguments + '\\n```' }}",
+        "\\n", "function<｜tool▁sep｜>{{ call.function.name + '\\n```json\\n' + call.function.arguments + '\\n```' }}"
     ),
     _DEEPSEEK_SPECIAL,
     "<｜end▁of▁sentence｜>",

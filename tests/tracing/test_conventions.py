@@ -256,11 +256,7 @@ def test_a_model_call_known_only_by_its_bodies() -> None:
 
 def test_other_spans_of_openinference() -> None:
     tool = {"openinference.span.kind": "TOOL", "tool.name": "search", "input.value": "{}", "tool.parameters": "schema"}
-    assert read(tool) == {
-        names.OPERATION_NAME: "execute_tool",
-        names.TOOL_NAME: "search",
-        names.TOOL_ARGUMENTS: "{}",
-    }
+    assert read(tool) == {names.OPERATION_NAME: "execute_tool", names.TOOL_NAME: "search", names.TOOL_ARGUMENTS: "{}"}
     assert read({"openinference.span.kind": "CHAIN", "input.value": "a", "output.value": "b"}) == {
         names.OPERATION_INPUT: "a",
         names.OPERATION_OUTPUT: "b",

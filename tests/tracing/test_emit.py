@@ -65,10 +65,7 @@ def test_a_reward_may_have_named_dimensions(recorded: Any) -> None:
         (math.nan, "emit_reward gave nan, which cannot be learned from"),
         (-math.inf, "emit_reward gave -inf, which cannot be learned from"),
         ("0.5", "emit_reward gave '0.5', which is not a reward"),
-        (
-            None,
-            "which is not a reward: give a number, a dict of numbers by name, or none at all",
-        ),
+        (None, "which is not a reward: give a number, a dict of numbers by name, or none at all"),
         ([1.0], r"emit_reward gave \[1.0\]"),
         (np.zeros(2), "emit_reward"),
         (10**400, "emit_reward gave inf"),

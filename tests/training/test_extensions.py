@@ -114,10 +114,7 @@ def test_an_algorithm_of_ones_own_has_settings_and_comes_back_from_them(
     ("settings", "said"),
     [
         (["algorithm=own_parts:Lines"], r"own_parts:Lines \(.*own_parts.py\) is no algorithm"),
-        (
-            ['algorithm.type="own_parts:Measure"', "algorithm.stepz=3"],
-            "algorithm.stepz .* algorithm.steps",
-        ),
+        (['algorithm.type="own_parts:Measure"', "algorithm.stepz=3"], "algorithm.stepz .* algorithm.steps"),
         (["algorithm=lightning"], "there is no algorithm 'lightning'; did you mean 'lightning_rl'"),
         (['tracking.trackers=["lines"]'], r"no tracker 'lines'\. Known: mlflow, tensorboard, trackio, wandb"),
         (["policy.engine=vlm"], r"no engine 'vlm'; did you mean 'vllm'\? Known: local, sglang, vllm"),

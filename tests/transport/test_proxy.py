@@ -129,13 +129,7 @@ def test_a_password_is_sent_and_shown_nowhere(password):
     ((name, value),) = proxy.headers
     assert (name, b64decode(value.removeprefix(b"Basic ")).decode()) == (b"proxy-authorization", f"me:{password}")
     assert password in secrets_of(url)
-    for text in (
-        repr(options),
-        str(options),
-        repr(proxy),
-        str(proxy),
-        without_credentials(url),
-    ):
+    for text in (repr(options), str(options), repr(proxy), str(proxy), without_credentials(url)):
         assert not any(secret in text for secret in secrets_of(url))
     assert without_credentials(url) == "http://***@proxy:3128"
     assert pickle.loads(pickle.dumps(options)) == options

@@ -186,10 +186,7 @@ def test_an_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
             "algorithm.optimizer.lr = -1 (from the override algorithm.optimizer.lr=-1) should",
         ),
         ("algorithm.credit=[1]", "should be a valid string, or a valid dictionary"),
-        (
-            "algorithm=3",
-            "algorithm = 3 (from the override algorithm=3) has settings of its own; set one of",
-        ),
+        ("algorithm=3", "algorithm = 3 (from the override algorithm=3) has settings of its own; set one of"),
         ("algorithm.group_size=1", "cannot work: group_size=1 leaves no baseline; use at least 2"),
     ],
 )

@@ -130,12 +130,7 @@ def by_version(spans: Sequence[Span]) -> Counter[int]:
 
 
 async def test_a_run_on_two_machines_has_the_account_of_one_on_one_machine(
-    database: str,
-    other: Machine,
-    server: str,
-    models: list[Path],
-    tmp_path: Path,
-    given: dict[int, Weights],
+    database: str, other: Machine, server: str, models: list[Path], tmp_path: Path, given: dict[int, Weights]
 ):
     hub = other.start("serve", "--port", "0", "--store", database, "--json")
     assert hub.stdout is not None

@@ -51,11 +51,7 @@ GUIDES = {
     "training.tracking": "Tracker",
 }
 """Module -> what the guides import from it beside the names that were at the top once."""
-SPLIT = {
-    "LightningRL": "Algorithms",
-    "Algorithm": "Algorithms of your own",
-    "evaluate": "Evaluation",
-}
+SPLIT = {"LightningRL": "Algorithms", "Algorithm": "Algorithms of your own", "evaluate": "Evaluation"}
 """Names of the group Training at which a page of its own begins, with its title."""
 MADE = "<!-- made from the code (tools/reference): change its docstrings -->\n"
 

@@ -6,17 +6,7 @@ from agentlightning import span
 from tools.reference.docstrings import cell, module_constants
 from tools.reference.python_names import MADE
 
-NAMES = (
-    "REWARD",
-    "MESSAGE",
-    "PROMPT",
-    "RESPONSE",
-    "FEEDBACK",
-    "OBJECT",
-    "EXCEPTION",
-    "OPERATION",
-    "ANNOTATION",
-)
+NAMES = ("REWARD", "MESSAGE", "PROMPT", "RESPONSE", "FEEDBACK", "OBJECT", "EXCEPTION", "OPERATION", "ANNOTATION")
 """The constants that are names of spans; model calls and tools have those of OpenTelemetry."""
 VALUES = ("SENT_ONCE", "TURN_LIMIT_REACHED", "MAX_REWARD", "TOKEN_ATTRIBUTES")
 """Constants that are neither."""

@@ -52,11 +52,7 @@ class Calculator:
     """Starts and runs in one folder."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        steps: int = RECIPE.algorithm.steps,
-        warm_start_steps: int = RECIPE.warm_start.steps,
+        self, folder: Path, *, steps: int = RECIPE.algorithm.steps, warm_start_steps: int = RECIPE.warm_start.steps
     ) -> None:
         self.folder, self.steps, self.warm_start_steps = folder, steps, warm_start_steps
 

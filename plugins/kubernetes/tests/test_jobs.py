@@ -337,9 +337,7 @@ def test_a_template_whose_result_would_not_be_that_of_one_run_is_refused(tmp_pat
 def as_kubernetes_expands(value, variables):
     """What the kubelet makes of a value of `env`: $(NAME) is a variable, where there is one, and $$ is $."""
     return re.sub(
-        r"\$(?:\$|\((\w+)\))",
-        lambda found: "$" if found[1] is None else variables.get(found[1], found[0]),
-        value,
+        r"\$(?:\$|\((\w+)\))", lambda found: "$" if found[1] is None else variables.get(found[1], found[0]), value
     )
 
 

@@ -70,12 +70,7 @@ class Preference(NamedTuple):
 
 
 def preference_pairs(
-    group: Sequence[tuple[Trajectory, float]],
-    *,
-    of: PairsOf,
-    most: int,
-    target: str | None,
-    rng: random.Random,
+    group: Sequence[tuple[Trajectory, float]], *, of: PairsOf, most: int, target: str | None, rng: random.Random
 ) -> list[Preference]:
     """At most `most` pairs of one task's sessions, given with their rewards, the largest differences first; each
     session is used about equally often."""

@@ -286,10 +286,7 @@ class CreditAssigner:
     memory: CreditMemory = field(default_factory=CreditMemory)
 
     async def samples(
-        self,
-        training: Training,
-        trajectories: Sequence[Trajectory],
-        trains: Trains | None = None,
+        self, training: Training, trajectories: Sequence[Trajectory], trains: Trains | None = None
     ) -> tuple[list[TrainingSample], CreditReport]:
         """The samples of one step, and what became of its groups. `trains` says what each call trains."""
         groups = group_trajectories(trajectories)

@@ -46,12 +46,7 @@ class ChatFormat(Protocol):
     takes_thoughts: bool = True
     """Whether the template writes `reasoning_content` anywhere."""
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Tools = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = True) -> str:
         """The conversation as text, by the model's chat template. Raises ConfigError on messages it cannot render."""
         ...
 

@@ -61,14 +61,7 @@ def _piece_end(text: str, start: int) -> int:
     return space if space > 0 else end
 
 
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    KeyError,
-    AttributeError,
-    RecursionError,
-)
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError)
 _TRAILING_MARKER = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])\s*\Z")
 """A marker at the end of a prompt."""
 _RESERVED = frozenset(
@@ -151,12 +144,7 @@ class HFChatFormat(ChatFormat):
         turns = self._turn_markers()
         self._escaper = TokenEscaper(self._tokenizer, self._encode, _unpaired(self._tokenizer, special), turns)
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Tools = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = True) -> str:
         """See `ChatFormat.render`. The error quotes the template's message."""
         has_calls = any("tool_calls" in message for message in messages)
         self._check_tools(bool(tools), bool(tools) or has_calls or any(each["role"] == "tool" for each in messages))

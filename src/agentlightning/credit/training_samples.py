@@ -236,11 +236,7 @@ def _refuse_unfaithful(call: Transition) -> None:
 
 
 def _sample(
-    group: CreditedGroup,
-    aggregate: Aggregate,
-    batch: Totals,
-    name: str,
-    values: Mapping[CallId, Any] | None,
+    group: CreditedGroup, aggregate: Aggregate, batch: Totals, name: str, values: Mapping[CallId, Any] | None
 ) -> TrainingSample:
     import numpy as np  # Here, because a machine that only serves or runs agents need not have it.
 

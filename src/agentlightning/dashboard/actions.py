@@ -97,12 +97,7 @@ async def _annotate(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> J
     return {"span_id": span.span_id}
 
 
-ACTIONS: Mapping[str, Action] = {
-    "cancel": _cancel,
-    "requeue": _requeue,
-    "retry": _retry,
-    "annotate": _annotate,
-}
+ACTIONS: Mapping[str, Action] = {"cancel": _cancel, "requeue": _requeue, "retry": _retry, "annotate": _annotate}
 
 
 # -- export -----------------------------------------------------------------------------------------------------------

@@ -52,7 +52,4 @@ def make_tasks(split: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 def tasks(seed: int) -> dict[str, list[Any]]:
     """The arguments of `Trainer.fit` that are tasks."""
-    return {
-        "train_dataset": make_tasks("train", TASKS, seed),
-        "held_out_dataset": make_tasks("test", HELD_OUT, seed),
-    }
+    return {"train_dataset": make_tasks("train", TASKS, seed), "held_out_dataset": make_tasks("test", HELD_OUT, seed)}

@@ -42,13 +42,7 @@ from agentlightning.gateway.forwarding.call import MAX_UPLOAD_BYTES, ForwardingS
 from agentlightning.gateway.http import ResponseWriter, Slot, headers_by_name, offload, read_body
 from agentlightning.gateway.local import LocalService, LocalSettings, UpdateGates
 from agentlightning.gateway.record import Counters, record_rejection
-from agentlightning.gateway.routing import (
-    AgentMatcher,
-    ModelsEndpoint,
-    Router,
-    client_family,
-    json_response,
-)
+from agentlightning.gateway.routing import AgentMatcher, ModelsEndpoint, Router, client_family, json_response
 from agentlightning.gateway.sampling import OnPolicySampling
 from agentlightning.gateway.upstream.call import ServerPool
 from agentlightning.gateway.upstream.limits import Budgets

@@ -592,12 +592,7 @@ class Attribution:
     """
 
     def __init__(
-        self,
-        attempts: AttemptTable,
-        secret: str,
-        *,
-        require_key: bool = False,
-        allow_unattributed: bool = False,
+        self, attempts: AttemptTable, secret: str, *, require_key: bool = False, allow_unattributed: bool = False
     ) -> None:
         self.traces: OtlpReceiver | None = None
         """Knows the owners of the traces that are not an attempt's own."""

@@ -37,12 +37,7 @@ from agentlightning.chat.tool_calls.format import Tools
 from agentlightning.engine.base import Sample
 from agentlightning.errors import ContextLengthError
 from agentlightning.gateway.callers import AttemptIds
-from agentlightning.gateway.dialects.content_parts import (
-    extend_digest,
-    message_digests,
-    normalized_arguments,
-    text_of,
-)
+from agentlightning.gateway.dialects.content_parts import extend_digest, message_digests, normalized_arguments, text_of
 from agentlightning.util.json_values import dumps
 
 _AT_ONCE = 65536
@@ -332,11 +327,7 @@ def _resembles_known_answer(
 
 
 def _suffix_after(
-    chat: ChatFormat,
-    messages: Sequence[Message],
-    tools: Tools,
-    length: int,
-    ended: bool,
+    chat: ChatFormat, messages: Sequence[Message], tools: Tools, length: int, ended: bool
 ) -> tuple[str, str] | None:
     """The texts up to `messages[length - 1]`, the answer of a known path, and after it within the rendering of all
     messages. The token that ends the answer is before, if it `ended`. The reasoning of earlier answers is in the tokens

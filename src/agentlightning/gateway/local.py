@@ -27,11 +27,7 @@ from agentlightning.gateway.callers import AttemptContext, AttemptIds, AttemptTa
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.gateway.conversation import Conversations, Prompt
 from agentlightning.gateway.dialects import DIALECTS
-from agentlightning.gateway.dialects.base import (
-    ReplyWriter,
-    Request,
-    apply_resource_params,
-)
+from agentlightning.gateway.dialects.base import ReplyWriter, Request, apply_resource_params
 from agentlightning.gateway.dialects.messages import count_reply
 from agentlightning.gateway.dialects.response_store import ResponseLookup, ResponseStore
 from agentlightning.gateway.errors import bad_request
@@ -47,12 +43,7 @@ from agentlightning.gateway.record import (
     shown_message,
 )
 from agentlightning.gateway.routing import ResolvedCall
-from agentlightning.gateway.sampling import (
-    NEUTRAL,
-    OnPolicySampling,
-    SampledAnswer,
-    constrain_sampling,
-)
+from agentlightning.gateway.sampling import NEUTRAL, OnPolicySampling, SampledAnswer, constrain_sampling
 from agentlightning.gateway.upstream.limits import estimate_prompt_tokens
 from agentlightning.span import Span, new_span_id
 from agentlightning.store.base import LightningStoreBase

@@ -55,13 +55,7 @@ from agentlightning.store.http.endpoint import MAX_BODY_BYTES, ClientDisconnecte
 from agentlightning.store.ids import claimed_id
 from agentlightning.store.types import UNSET
 from agentlightning.tracing.agent_spans import agent_attributes, late_mark
-from agentlightning.tracing.otlp.codec import (
-    EXPORTER_HEADER,
-    PROCESS_ID,
-    Request,
-    decode_json,
-    decode_protobuf,
-)
+from agentlightning.tracing.otlp.codec import EXPORTER_HEADER, PROCESS_ID, Request, decode_json, decode_protobuf
 from agentlightning.util.api_key import api_key
 from agentlightning.util.decompression import CodingError, decompress
 from agentlightning.util.shared_cache import open_cache

@@ -32,11 +32,7 @@ sys.path[0] = os.getcwd()  # not the folder of this file, whose modules have the
 @cache
 def environment(env: str) -> Any:
     """The environment of a request's `env`, as JSON."""
-    from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports]
-        env_config_type,
-        load_environment,
-        resolve_env_config,
-    )
+    from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config  # pyright: ignore[reportMissingImports]
 
     given = json.loads(env)
     config: dict[str, Any] = {"taskset": {"id": given["name"], **given["options"]}}

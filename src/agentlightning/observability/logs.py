@@ -27,17 +27,7 @@ from agentlightning.util.printable import printable
 logger = logging.getLogger(__name__)
 
 LogFormat = Literal["text", "json"]
-FIELDS: Final = (
-    "rollout_id",
-    "attempt_id",
-    "worker_id",
-    "queue",
-    "route",
-    "method",
-    "status",
-    "seconds",
-    "unreported",
-)
+FIELDS: Final = ("rollout_id", "attempt_id", "worker_id", "queue", "route", "method", "status", "seconds", "unreported")
 """Additional fields of records."""
 MAX_MESSAGE: Final = 500
 """Maximum length of a message with text of an agent."""

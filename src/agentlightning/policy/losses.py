@@ -51,11 +51,7 @@ WEIGHTS = "weights"
 CORRECTED_WEIGHTS = "corrected_weights"
 """`weights` times the correction of the difference between sampler and trainer (`policy.mismatch`)."""
 STREAM_WEIGHTS: Mapping[Stream, str] = MappingProxyType(
-    {
-        "policy_gradient": WEIGHTS,
-        "cross_entropy": "cross_entropy_weights",
-        "reference_kl": "reference_kl_weights",
-    }
+    {"policy_gradient": WEIGHTS, "cross_entropy": "cross_entropy_weights", "reference_kl": "reference_kl_weights"}
 )
 """The column of weights of each stream. `weights` are shares of the loss that sum to 1, as credit assignment makes
 them; the other two are relative, and an update divides them by the number of tokens in their stream. In a batch without

@@ -77,13 +77,7 @@ class ServedPolicy(SeparatePolicy, PooledEngine):
 
     @classmethod
     async def open(
-        cls,
-        learner: Policy,
-        config: ServersConfig,
-        folder: Path,
-        *,
-        kind: str = "vllm",
-        dtype: str = "auto",
+        cls, learner: Policy, config: ServersConfig, folder: Path, *, kind: str = "vllm", dtype: str = "auto"
     ) -> ServedPolicy:
         """Start or join the servers of `config`, and give them the learner's weights: all, or its adapters over the
         model that they must serve. `folder` gets their logs, and the weights unless `config.weights` is set. Raises as

@@ -109,11 +109,7 @@ class FeedbackLink:
 
 
 def feedback_link(
-    rollout_id: str,
-    *,
-    server: str | None = None,
-    token: str | None = None,
-    expires_in: float = WEEK_SECONDS,
+    rollout_id: str, *, server: str | None = None, token: str | None = None, expires_in: float = WEEK_SECONDS
 ) -> str:
     """A link by which a person can give feedback on one rollout, without a token: a page with thumbs up and down.
 

@@ -24,13 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from agentlightning.errors import (
-    ConfigError,
-    ConflictError,
-    Failure,
-    NotFoundError,
-    StoreClosedError,
-)
+from agentlightning.errors import ConfigError, ConflictError, Failure, NotFoundError, StoreClosedError
 from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, Span
 from agentlightning.store.base import LightningStore, pending_writers, store_url

@@ -50,12 +50,7 @@ from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_sp
 from agentlightning.runner.attempt_environ import check_variables
 from agentlightning.runner.hosts.host_pool import HostPool, LostAttemptError
 from agentlightning.runner.hosts.messages import Done, Load
-from agentlightning.span import (
-    ERROR_TYPE,
-    EXCEPTION,
-    TURN_LIMIT_REACHED,
-    Span,
-)
+from agentlightning.span import ERROR_TYPE, EXCEPTION, TURN_LIMIT_REACHED, Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
 from agentlightning.tracing.agent_spans import event_span, sanitize_span

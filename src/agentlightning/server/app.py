@@ -33,13 +33,7 @@ from agentlightning.ingest.feedback import feedback_routes
 from agentlightning.ingest.otlp import OtlpReceiver
 from agentlightning.observability.logs import SlowLog
 from agentlightning.observability.metrics import Metrics, counters, metric_of, metrics_routes
-from agentlightning.server.http import (
-    BoundedHttpProtocol,
-    Bounds,
-    OriginGuard,
-    RequestTracker,
-    error_response,
-)
+from agentlightning.server.http import BoundedHttpProtocol, Bounds, OriginGuard, RequestTracker, error_response
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http.endpoint import MAX_BODY_BYTES
 from agentlightning.store.http.server import store_routes
@@ -143,12 +137,7 @@ class Server:
         self._tracker.open()
         self._stopped.clear()
         config = uvicorn.Config(
-            self._tracker,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            log_level="warning",
-            proxy_headers=False,
+            self._tracker, ws="none", log_config=None, access_log=False, log_level="warning", proxy_headers=False
         )
         make = partial(BoundedHttpProtocol, config, self._connections, self.bounds)
         self._listening = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=_BACKLOG)

@@ -224,12 +224,7 @@ class OriginGuard:
     """
 
     def __init__(
-        self,
-        hosts: Iterable[str] = (),
-        origins: Iterable[str] = (),
-        *,
-        any_host: bool = False,
-        keyless: bool = False,
+        self, hosts: Iterable[str] = (), origins: Iterable[str] = (), *, any_host: bool = False, keyless: bool = False
     ) -> None:
         self._any_host = any_host
         self._any_page = any_host and not keyless

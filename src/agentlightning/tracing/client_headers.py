@@ -32,13 +32,7 @@ from agentlightning.attempt_address import (
     WORK_HEADER,
     root_span_id_of,
 )
-from agentlightning.tracing.scope import (
-    Scope,
-    current_agent,
-    inherited_scope,
-    runner_process,
-    uncertainty,
-)
+from agentlightning.tracing.scope import Scope, current_agent, inherited_scope, runner_process, uncertainty
 
 
 def attempt_headers(url: str) -> dict[str, str]:

@@ -218,11 +218,7 @@ def emit_annotation(annotation: Attributes, propagate: bool = True) -> None:
 
 
 def record_event(
-    name: str,
-    own: Attributes,
-    attributes: Attributes | None = None,
-    propagate: bool = True,
-    error: str | None = None,
+    name: str, own: Attributes, attributes: Attributes | None = None, propagate: bool = True, error: str | None = None
 ) -> None:
     """Record a span. Where names collide, its own attributes take precedence over the user's."""
     further = flatten(attributes)
@@ -271,13 +267,7 @@ def emit_tool_call(
     record_event(f"{TOOL_OPERATION} {name}", own, attributes, error=message)
 
 
-def emit_step(
-    step: Any,
-    input: Any = None,
-    output: Any = None,
-    *,
-    attributes: Attributes | None = None,
-) -> None:
+def emit_step(step: Any, input: Any = None, output: Any = None, *, attributes: Attributes | None = None) -> None:
     """Record a step that the agent has taken: its name with input and output, or a step of a framework.
 
     LangChain's and CrewAI's actions, alone or with what was observed, become tool calls. To record how long a step
@@ -317,11 +307,7 @@ CHAT: Final = "chat"
 
 
 def emit_prompt(
-    prompt: Any,
-    response: Any = None,
-    *,
-    model: str | None = None,
-    attributes: Attributes | None = None,
+    prompt: Any, response: Any = None, *, model: str | None = None, attributes: Attributes | None = None
 ) -> None:
     """Record what was sent to a model, with its response or before an `emit_response`.
 
@@ -342,12 +328,7 @@ def emit_prompt(
         _wait(scope, WaitingPrompt((agent_in(scope), current_location()), time.time(), own))
 
 
-def emit_response(
-    response: Any,
-    *,
-    model: str | None = None,
-    attributes: Attributes | None = None,
-) -> None:
+def emit_response(response: Any, *, model: str | None = None, attributes: Attributes | None = None) -> None:
     """Record what a model has answered to the prompt that was emitted before.
 
     >>> agl.emit_prompt("6 x 7?")
@@ -357,11 +338,7 @@ def emit_response(
 
 
 def emit_completion(
-    completion: Any,
-    prompt: Any = None,
-    *,
-    model: str | None = None,
-    attributes: Attributes | None = None,
+    completion: Any, prompt: Any = None, *, model: str | None = None, attributes: Attributes | None = None
 ) -> None:
     """Record what a framework returns for a call: the answer, its model, tokens and reason to stop.
 

@@ -51,13 +51,7 @@ from agentlightning.training.report.result import (
     stage_results,
     with_providers,
 )
-from agentlightning.training.sources.collector import (
-    TEMPERATURES,
-    RolloutCollector,
-    Scores,
-    evaluate_tasks,
-    run_trials,
-)
+from agentlightning.training.sources.collector import TEMPERATURES, RolloutCollector, Scores, evaluate_tasks, run_trials
 from agentlightning.training.sources.stream import RolloutStream
 from agentlightning.trajectory import RewardWeights, TrainingSample, Trajectory
 from agentlightning.util.plugins import calls_of

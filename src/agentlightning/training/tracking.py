@@ -38,12 +38,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.training.callbacks import FinishedStep, NoState
 from agentlightning.training.governance import RunCallback
 from agentlightning.training.health.step_record import VALIDATION
-from agentlightning.training.persistence.run_dir import (
-    append_lines,
-    flat_settings,
-    forget_after,
-    write_atomically,
-)
+from agentlightning.training.persistence.run_dir import append_lines, flat_settings, forget_after, write_atomically
 from agentlightning.training.sources.collector import MOST_TEXT, read_recordings, said, text_of, transcript_of
 from agentlightning.trajectory import CallId, TrainingSample
 

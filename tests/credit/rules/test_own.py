@@ -70,10 +70,7 @@ def test_a_rule_of_ones_own_is_given_as_class_or_object(module: str) -> None:
     ("settings", "said"),
     [
         (["algorithm.credit=own_rules:Lost"], r"own_rules:Lost \(.*own_rules.py\) cannot be imported"),
-        (
-            ["algorithm.credit=pathlib:Path"],
-            r"pathlib.py\) is no credit rule; it should be a .*:CreditRule",
-        ),
+        (["algorithm.credit=pathlib:Path"], r"pathlib.py\) is no credit rule; it should be a .*:CreditRule"),
         (['algorithm.credit.type="own_rules:Last"', "algorithm.credit.skale=1"], "skale"),
     ],
 )

@@ -293,14 +293,7 @@ async def test_an_openai_client_reads_a_stream_of_anthropic(ask):
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"n": 2},
-        {"seed": 1},
-        {"logprobs": True},
-        {"temperature": 1.5},
-        {"frequency_penalty": 1},
-    ],
+    "fields", [{"n": 2}, {"seed": 1}, {"logprobs": True}, {"temperature": 1.5}, {"frequency_penalty": 1}]
 )
 async def test_fields_anthropic_does_not_support_are_rejected_by_name(ask, fields):
     service, provider = await ask("anthropic", [])

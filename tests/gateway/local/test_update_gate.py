@@ -211,8 +211,7 @@ async def test_every_engine_has_a_gate_of_its_own():
 
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["come", "leave", "cancel", "update", "give up", "tick"]), st.integers(0, 7)),
-    max_size=40,
+    st.tuples(st.sampled_from(["come", "leave", "cancel", "update", "give up", "tick"]), st.integers(0, 7)), max_size=40
 )
 
 

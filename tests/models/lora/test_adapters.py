@@ -24,13 +24,7 @@ from transformers import (
 )
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning.models.lora import (
-    WEIGHTS,
-    Adapters,
-    read_adapter_config,
-    read_weights,
-    write_adapter,
-)
+from agentlightning.models.lora import WEIGHTS, Adapters, read_adapter_config, read_weights, write_adapter
 
 IDS = torch.arange(4, 16).view(2, 6)
 

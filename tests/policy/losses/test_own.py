@@ -76,8 +76,7 @@ def test_a_loss_of_ones_own_is_named_in_a_file_or_on_the_command_line(module: st
     found = loss_of(f"algorithm.loss={form}")
     assert (type(found).__name__, found.beta) == ("Plain", 0.1)
     config = load_settings(
-        TrainConfig,
-        overrides=[f'algorithm.loss.type="{form}"', "algorithm.loss.beta=0.2", "algorithm.loss.least=none"],
+        TrainConfig, overrides=[f'algorithm.loss.type="{form}"', "algorithm.loss.beta=0.2", "algorithm.loss.least=none"]
     )
     path = tmp_path / "config.toml"
     path.write_text(dump_toml(config))
@@ -101,23 +100,14 @@ def test_a_loss_of_ones_own_is_one_of_several_or_given_as_class_or_object(module
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            ["algorithm.loss=own_losses:Plane"],
-            r"own_losses:Plane \(.*own_losses.py\) cannot be .*no attribute",
-        ),
+        (["algorithm.loss=own_losses:Plane"], r"own_losses:Plane \(.*own_losses.py\) cannot be .*no attribute"),
         (["algorithm.loss=no_such_module:Plain"], r"no_such_module:Plain \(not found in .*\) cannot be imported"),
         (["algorithm.loss=missing.py:Plain"], r"missing.py:Plain \(.*missing.py\) cannot be imported"),
-        (
-            ["algorithm.loss=broken.py:Plain"],
-            r"broken.py:Plain \(.*broken.py:2\) cannot be .*: ZeroDivisionError",
-        ),
+        (["algorithm.loss=broken.py:Plain"], r"broken.py:Plain \(.*broken.py:2\) cannot be .*: ZeroDivisionError"),
         (["algorithm.loss=pathlib:Path"], r"pathlib.py\) is no loss; it should be a subclass of .*:TokenLoss"),
         (["algorithm.loss=own_losses:NoFormula"], r"own_losses:NoFormula \(.*own_losses.py\) defines no __call__"),
         (["algorithm.loss=own"], r"there is no loss 'own'\. Known: awr, .*; one of your own is module:name"),
-        (
-            ['algorithm.loss.type="own_losses:Plain"', "algorithm.loss.betta=1"],
-            "nearest .* is algorithm.loss.beta",
-        ),
+        (['algorithm.loss.type="own_losses:Plain"', "algorithm.loss.betta=1"], "nearest .* is algorithm.loss.beta"),
         (['algorithm.loss.type="own_losses:Plain"', "algorithm.loss.beta=x"], "should be a valid number"),
     ],
 )

@@ -15,13 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.errors import (
-    ConfigError,
-    ConflictError,
-    NotFoundError,
-    StoreError,
-    StoreFullError,
-)
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError, StoreFullError
 from agentlightning.rollouts import EnqueueRolloutRequest
 from agentlightning.span import PROMPT_TOKEN_IDS, Span
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreClient
@@ -53,13 +47,7 @@ async def test_what_was_stored_is_there_when_opened_again(tmp_path: Path, form: 
     await store.close()
 
 
-@pytest.mark.parametrize(
-    ("url", "advice"),
-    [
-        ("redis://host", "sqlite:///PATH"),
-        ("", "empty"),
-    ],
-)
+@pytest.mark.parametrize(("url", "advice"), [("redis://host", "sqlite:///PATH"), ("", "empty")])
 def test_a_url_that_is_no_store_is_refused_with_advice(url: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):
         LightningStore(url)

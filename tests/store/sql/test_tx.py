@@ -100,9 +100,7 @@ async def test_a_call_that_fails_takes_back_all_it_changed(tmp_path: Path, writt
     await store.close()
 
 
-async def test_calls_that_fail_late_take_nothing_of_others_with_them(
-    tmp_path: Path,
-) -> None:
+async def test_calls_that_fail_late_take_nothing_of_others_with_them(tmp_path: Path) -> None:
     store = SqlStore(tmp_path / "store.db")
     ids = await started(store)
 

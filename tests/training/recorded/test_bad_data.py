@@ -11,12 +11,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.errors import DatasetError
 
-ALGORITHMS = {
-    "rl": agl.LightningRL,
-    "dpo": agl.DPO,
-    "rejection": agl.RejectionSampling,
-    "sft": agl.SFTAlgorithm,
-}
+ALGORITHMS = {"rl": agl.LightningRL, "dpo": agl.DPO, "rejection": agl.RejectionSampling, "sft": agl.SFTAlgorithm}
 
 
 @pytest.fixture(params=[*ALGORITHMS, "query"])

@@ -88,9 +88,7 @@ def test_agl_train_learns_from_sessions_and_goes_on_after_it_was_killed(
     kill(3)
     with pytest.raises(Killed):
         CliRunner().invoke(
-            build(),
-            ["train", "--config", str(settings), "--run", str(tmp_path / "cut")],
-            catch_exceptions=False,
+            build(), ["train", "--config", str(settings), "--run", str(tmp_path / "cut")], catch_exceptions=False
         )
     run("--resume", str(tmp_path / "cut"))
     assert not differ(tmp_path / "whole", tmp_path / "cut")

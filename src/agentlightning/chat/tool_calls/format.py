@@ -247,10 +247,7 @@ def is_utf8(value: Any) -> bool:
 
 
 def object_call(
-    body: str,
-    keys: tuple[str, ...] = ("arguments",),
-    only: frozenset[str] | None = None,
-    name_key: str = "name",
+    body: str, keys: tuple[str, ...] = ("arguments",), only: frozenset[str] | None = None, name_key: str = "name"
 ) -> ParsedToolCall:
     """The tool call in a JSON object with a name and arguments, which are under the first of `keys` that is present.
 

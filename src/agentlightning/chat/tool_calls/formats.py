@@ -272,10 +272,7 @@ _UNFINISHED = re.compile(
     r"""(?:[^\W\d][\w.\-]*\s*|-?[\d.]*(?:[eE][+-]?\d*)?|'(?:[^'\\]|\\.)*\\?|"(?:[^"\\]|\\.)*\\?)\Z""", re.DOTALL
 )
 """The same of any token."""
-_WORDS = {
-    **{"True": "true", "False": "false", "None": "null"},
-    **{"true": "true", "false": "false", "null": "null"},
-}
+_WORDS = {**{"True": "true", "False": "false", "None": "null"}, **{"true": "true", "false": "false", "null": "null"}}
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(0[0-9a-fA-F]{7})|([0-7]{1,3})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
 

@@ -396,12 +396,7 @@ def _line(message: Json) -> str:
 
 def _tool_result(result: Any, step: Step | None = None) -> Json:
     failed = (step is not None and step.error is not None) or tells_failure(result)
-    return {
-        "name": step and step.name,
-        "text": limited(result),
-        "failed": failed,
-        "span_id": step and step.span_id,
-    }
+    return {"name": step and step.name, "text": limited(result), "failed": failed, "span_id": step and step.span_id}
 
 
 def _rewards(spans: Sequence[Span]) -> Json:

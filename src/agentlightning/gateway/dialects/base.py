@@ -587,10 +587,7 @@ def text_format(where: str, value: Any, nested: bool) -> OutputSchema | None:
 
 VLLM_FORMAT_FIELDS = ("structured_outputs", "guided_json")
 """vLLM's fields for the format of the content."""
-FORMAT_UNSUPPORTED: Final = {
-    **dict.fromkeys(VLLM_FORMAT_FIELDS, ()),
-    "chat_template_kwargs": ({},),
-}
+FORMAT_UNSUPPORTED: Final = {**dict.fromkeys(VLLM_FORMAT_FIELDS, ()), "chat_template_kwargs": ({},)}
 """Fields that only our own engines support, and only in chat completions, for `reject_unsupported`."""
 
 

@@ -79,11 +79,7 @@ _UNSUPPORTED: Final = {
 }
 
 
-_LOCAL_ONLY: Final = {
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    **FORMAT_UNSUPPORTED,
-}
+_LOCAL_ONLY: Final = {"continue_final_message": (False,), "add_generation_prompt": (True,), **FORMAT_UNSUPPORTED}
 """Fields that only our own engines support, for `reject_unsupported` in a request that is translated."""
 
 

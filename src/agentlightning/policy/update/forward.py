@@ -131,12 +131,7 @@ class _LogProbs(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor | None,
-        bias_V: Tensor | None,
-        chosen: Chosen,
-        size: int,
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, chosen: Chosen, size: int
     ) -> tuple[Tensor, Tensor]:
         buffer_CV = None if weight_VH is None else hidden_NH.new_empty(min(size, len(hidden_NH)), len(weight_VH))
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
@@ -596,11 +591,7 @@ class Forward:
             return None
 
     def plan(
-        self,
-        batch: TokenTable | Sequence[TrainingSample],
-        *,
-        token_budget: int = 8192,
-        sharing: Sharing = "auto",
+        self, batch: TokenTable | Sequence[TrainingSample], *, token_budget: int = 8192, sharing: Sharing = "auto"
     ) -> list[MicroBatch]:
         """The micro-batches of a batch. Raises ConfigError where sharing="shared" and the model cannot share."""
         if sharing in ("auto", "shared") and not (self.traits.shares and can_share(self.model)):

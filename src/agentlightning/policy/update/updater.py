@@ -26,14 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
 from agentlightning.models import SHARED, checkpoint
-from agentlightning.models.lora import (
-    AGENTS,
-    Adapters,
-    adapter_directory,
-    has_adapters,
-    read_weights,
-    write_adapter,
-)
+from agentlightning.models.lora import AGENTS, Adapters, adapter_directory, has_adapters, read_weights, write_adapter
 from agentlightning.models.resolve import resolve_model, shared_name
 from agentlightning.policy.base import UPDATE, Columns, ScoreColumn, UpdateOptions
 from agentlightning.policy.config import LR_FACTOR, LocalPolicyConfig, Lora, OptimizerConfig, default_lr

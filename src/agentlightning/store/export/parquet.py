@@ -25,11 +25,7 @@ except ImportError as error:
     raise MissingExtraError("pyarrow", "parquet") from error
 
 JSON_COLUMNS: Final = frozenset({"input", "config", "metadata", "resources", "attributes", "events", "resource"})
-LISTS: Final = {
-    "prompt_token_ids": PROMPT_TOKEN_IDS,
-    "response_token_ids": RESPONSE_TOKEN_IDS,
-    "logprobs": LOGPROBS,
-}
+LISTS: Final = {"prompt_token_ids": PROMPT_TOKEN_IDS, "response_token_ids": RESPONSE_TOKEN_IDS, "logprobs": LOGPROBS}
 """Columns that hold attributes of spans."""
 
 _text, _names = pyarrow.string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())

@@ -590,10 +590,7 @@ ACCEPTS_KEY: Final = SENDS_KEY | {
 
 
 def _call_type(method: str) -> type[Struct]:
-    fields: list[Any] = [
-        ("arguments", _request_type(method, parameters_of(method), INPUTS)),
-        ("key", str | None, None),
-    ]
+    fields: list[Any] = [("arguments", _request_type(method, parameters_of(method), INPUTS)), ("key", str | None, None)]
     return msgspec.defstruct(f"{_camel(method)}Call", fields, tag_field="method", tag=method, kw_only=True)
 
 

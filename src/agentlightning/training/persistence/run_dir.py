@@ -556,10 +556,7 @@ class Tasks(Struct):
 
 
 def load_tasks(
-    config: TrainConfig,
-    train: Sequence[Any] | None,
-    validation: Sequence[Any] | None,
-    held_out: Sequence[Any] | None,
+    config: TrainConfig, train: Sequence[Any] | None, validation: Sequence[Any] | None, held_out: Sequence[Any] | None
 ) -> Tasks:
     """The given tasks, or those that the configuration names. Missing parts are split off the training tasks."""
     data = config.data

@@ -344,10 +344,7 @@ async def markdown_report(run_dir: Path, examples: int, store: LightningStoreBas
 
 
 def fill_report(
-    name: str,
-    report: Mapping[str, Any],
-    changes: Sequence[Any] = (),
-    examples: Sequence[Any] | None = None,
+    name: str, report: Mapping[str, Any], changes: Sequence[Any] = (), examples: Sequence[Any] | None = None
 ) -> str:
     """The report of the run `name`, from its `report.json`; `changes` and `examples` as the template names them."""
     from jinja2 import Environment, PackageLoader

@@ -323,11 +323,7 @@ class RolloutCollector:
         return Collected(trajectories, failed, rejected, len(timed_out), time.monotonic() - started)
 
     async def enqueue(
-        self,
-        plans: Sequence[RolloutPlan],
-        resources_id: str,
-        mode: RolloutMode = "train",
-        check: Check | None = None,
+        self, plans: Sequence[RolloutPlan], resources_id: str, mode: RolloutMode = "train", check: Check | None = None
     ) -> list[RolloutPlan]:
         """Queue the rollouts that do not exist yet. A rollout that failed earlier is queued again; one that finished
         earlier and cannot be used is replaced by a new one of the same task."""
@@ -389,12 +385,7 @@ class RolloutCollector:
         return finished
 
     async def check_failures(
-        self,
-        finished: Sequence[Rollout],
-        total: int,
-        *,
-        timeout_reward: float | None,
-        share: float | None = None,
+        self, finished: Sequence[Rollout], total: int, *, timeout_reward: float | None, share: float | None = None
     ) -> None:
         """Raises TrainingStopped when more than a share (default: the collector's) of `total` rollouts have failed;
         those that timed out count as failed unless there is a `timeout_reward`."""

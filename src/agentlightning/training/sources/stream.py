@@ -117,10 +117,7 @@ GroupReward = Callable[[Sequence[JudgedRollout]], Any]
 
 
 async def judged(
-    collect: Collect,
-    request: RolloutRequest,
-    function: GroupReward,
-    store: LightningStoreBase,
+    collect: Collect, request: RolloutRequest, function: GroupReward, store: LightningStoreBase
 ) -> Collected:
     """What is requested, with the rewards that a function of each group gives."""
     collected = await collect(replace(request, check=None))

@@ -121,12 +121,7 @@ class JsonClient:
         return await self._request("GET", path, None, seconds, optional)
 
     async def post(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        seconds: float | None = None,
-        optional: bool = False,
+        self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float | None = None, optional: bool = False
     ) -> Any:
         """As `get`."""
         return await self._request("POST", path, body, seconds, optional)
