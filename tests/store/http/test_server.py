@@ -552,6 +552,14 @@ async def test_a_compressed_body_is_read_and_a_bomb_is_not(
     assert len(await store.query_spans(claimed.rollout_id)) == 1
 
 
+@pytest.mark.parametrize("asked", [{}, {"timeout": None}, {"timeout": 1e9}])
+async def test_no_wait_is_endless(
+    http: httpx.AsyncClient, claimed: AttemptedRollout, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("agentlightning.store.http.server.MAX_WAIT_SECONDS", 0.05)
+    assert (await http.post("/waits/rollouts", json={"rollout_ids": [claimed.rollout_id], **asked})).json() == []
+
+
 async def test_of_a_body_that_is_announced_as_far_too_large_nothing_is_read() -> None:
     async def receive() -> Any:
         raise AssertionError("it was read")

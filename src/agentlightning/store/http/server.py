@@ -58,6 +58,8 @@ _FIRST_ITEMS: Final = 64
 _COUNTED_ITEMS: Final = 256
 _MAX_FIELDS: Final = 10_000
 
+MAX_WAIT_SECONDS: Final = 3600.0
+"""The longest time a call may wait for rollouts."""
 MAX_CALLS: Final = 4096
 FIRST_LISTS: Final = 4
 """Lists of one request that are read concurrently at first."""
@@ -113,8 +115,15 @@ async def execute(store: LightningStoreBase, call: Call) -> bytes:
 
 
 def while_connected(request: Request, calls: Sequence[Call]) -> AbstractContextManager[None]:
-    """A context for these calls: if one may wait for others, a disconnect of the client cancels them."""
-    waits = any(call.method in WAITING_CALLS and call.arguments.get("timeout") != 0 for call in calls)
+    """A context for these calls: if one may wait for others, a disconnect of the client cancels them. A client may be
+    gone without one, so no wait is longer than `MAX_WAIT_SECONDS`."""
+    waits = False
+    for call in calls:
+        if call.method in WAITING_CALLS:
+            without = MAX_WAIT_SECONDS if call.method == "wait_for_rollouts" else 0.0
+            given = call.arguments.get("timeout")
+            seconds = call.arguments["timeout"] = min(without if given is None else given, MAX_WAIT_SECONDS)
+            waits |= seconds > 0
     return cancel_on_disconnect(request.receive) if waits else nullcontext()
 
 
