@@ -1,6 +1,7 @@
 """Promises of what is recorded of an answer that is not as its format says: everything else in it."""
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects import DIALECTS
+from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.record import input_messages, output_messages
+from agentlightning.util.json_values import dumps, loads
 
 
 def said(answer):
@@ -105,3 +108,24 @@ def test_the_prompts_of_any_request_are_recorded_as_messages_and_a_prompt_that_i
     assert told({"input": ["a", [1, 2]]}) == ["a", "[1,2]"]
     assert told({"prompt": [1, 2]}, 3) == told({"input": [1, 2]}) == ["[1,2]"]
     assert told({"system": "s", "messages": [{"role": "user", "content": "u"}]}) == ["s", "u"]
+
+
+def test_of_a_token_little_more_than_its_number_and_its_log_probability_is_kept():
+    def chunk(number):
+        entry = {"token": "t", "logprob": -number / 1e5, "bytes": [116], "top_logprobs": []}
+        choice = {"index": 0, "delta": {"content": "t"}, "token_ids": [1000 + number], "logprobs": {"content": [entry]}}
+        return {"id": "c", "model": "m", "choices": [choice]}
+
+    tracemalloc.start()
+    try:
+        response = ChatResponse()
+        for start in range(0, 20_000, 200):
+            events = [(b"", loads(dumps(chunk(number)))) for number in range(start, start + 200)]
+            for _, data in response.merge(events):
+                response.read(data)
+        del events
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(response.choice().logprobs) == 20_000
+    assert kept / 20_000 < 150

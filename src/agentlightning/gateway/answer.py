@@ -261,6 +261,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Of `token_ids`, as a provider reports them."""
+    keeps_entries: bool = True
+    """Whether it keeps the text of each token beside its log-probability, which a writer of the answer needs."""
     num_tokens: int = 0
     """Sampled tokens."""
     events: list[Event] = field(default_factory=list)
@@ -321,7 +323,7 @@ class Answer:
 
     def add_tokens(self, prompt: Any, token_ids: Any, logprobs: Any, entries: Sequence[Json]) -> None:
         """Add tokens, their log-probabilities, and these with the text of each token."""
-        if not self.is_stopped:
+        if self.keeps_entries and not self.is_stopped:
             self._tokens += entries
         self.prompt_token_ids = prompt or self.prompt_token_ids
         with suppress(TypeError):
@@ -596,7 +598,7 @@ class ProviderResponse:
     def choice(self, index: int = 0) -> Answer:
         found = self.choices.get(index)
         if found is None:
-            found = self.choices[index] = Answer(index)
+            found = self.choices[index] = Answer(index, keeps_entries=False)
         return found
 
     def _identify(self, response: Json) -> None:
