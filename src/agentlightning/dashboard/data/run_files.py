@@ -3,6 +3,7 @@ configuration. Each file is read again when it has changed."""
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +31,6 @@ from agentlightning.training.persistence.run_dir import (
     read_state,
     settings_of_run,
     shown,
-    whole_lines,
 )
 from agentlightning.training.report.result import failures_of, prompt_diff, read_record, status_of
 from agentlightning.util.json_values import Json
@@ -40,12 +40,29 @@ Signature = tuple[int, int] | None
 """(time of the last change in nanoseconds, size in bytes) of a file; None: there is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """What was read of a file that is appended to."""
+
+    file: int | None = None
+    """Its number in the file system: another one has taken its place where that differs."""
+    end: int = 0
+    """Where the lines that were read end."""
+    last: bytes = b""
+    """The last of them."""
+    number: int = 0
+    """How many they are."""
+    values: list[Any] = field(default_factory=list[Any])
+    """What they hold."""
+
+
 class RunFiles:
     """The files of one run directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._cache: dict[str, tuple[Signature, Any]] = {}
+        self._lines: dict[str, _Lines] = {}
         self._history: tuple[list[StepRecord], list[SignHistory]] = [], []
         """Steps, and the signs of trouble in them."""
 
@@ -172,18 +189,27 @@ class RunFiles:
         return known[1]
 
     def _read_lines(self, key: str, name: str, decode: Callable[[int, bytes], list[Any]]) -> list[Any]:
-        """What the lines of a file hold, by their number and text. A last one without an end is being written. Of a
-        file that has only grown, the lines that were decoded before are not decoded again."""
-
-        def read() -> tuple[list[bytes], list[Any]]:
-            _, (known, values) = self._cache.get(key, (None, ([], [])))
-            lines = whole_lines(self.path / name)
-            if lines[: len(known)] != known:
-                known, values = [], []
-            new = enumerate(lines[len(known) :], len(known) + 1)
-            return lines, values + [value for number, line in new for value in decode(number, line)]
-
-        return self._read(key, name, read)[1]
+        """What the lines of a file hold, by their number and text. A last one without an end is being written. Read is
+        what was appended since the last time; all of a file that was replaced, or cut."""
+        known = self._lines.get(key, _Lines())
+        try:
+            file = (self.path / name).open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            number = os.fstat(file.fileno()).st_ino
+            file.seek(known.end - len(known.last))
+            if number != known.file or file.read(len(known.last)) != known.last:
+                known = _Lines(number)
+                file.seek(0)
+            whole, end, _ = file.read().rpartition(b"\n")
+        if end:
+            lines = whole.split(b"\n")
+            values = [value for place, line in enumerate(lines, known.number + 1) for value in decode(place, line)]
+            count, last = known.number + len(lines), lines[-1] + end
+            known = _Lines(number, known.end + len(whole) + 1, last, count, known.values + values)
+        self._lines[key] = known
+        return known.values
 
 
 def open_run(path: Path) -> RunFiles:

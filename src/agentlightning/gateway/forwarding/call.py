@@ -698,8 +698,8 @@ class ForwardingService:
             names.HTTP_METHOD: request.method,
             names.URL_PATH: f"/v1/{path}",
         }
-        with suppress(ApiError):  # Files are no JSON.
-            model = read_json(body).get("model")
+        with suppress(ApiError):
+            model = read_json(body).get("model") if body.startswith(b"{") else None  # files are large, and no JSON
             attributes |= {names.REQUEST_MODEL: model} if isinstance(model, str) else {}
         record = CallRecord(f"{request.method} /v1/{path}", caller)
 

@@ -173,9 +173,9 @@ def from_wire(value: Any) -> Any:
 
 @from_wire.register(list)
 def _(values: list[Any]) -> list[Any]:
-    return (
-        [*map(from_wire, values)] if values and isinstance(values[0], Struct) else values
-    )  # else JSON, as deep as it is
+    if values and isinstance(values[0], Struct):
+        return [*map(from_wire, values)]
+    return values  # JSON, as deep as it is
 
 
 @to_rest.register
