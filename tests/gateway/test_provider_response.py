@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from agentlightning.gateway.answer import Usage
 from agentlightning.gateway.dialects import DIALECTS
+from agentlightning.gateway.dialects.base import encode_event
 from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.record import input_messages, output_messages
-from agentlightning.util.json_values import dumps, loads
 
 
 def said(answer):
@@ -77,6 +77,20 @@ CHUNKS = st.fixed_dictionaries(
     },
 )
 
+TEXTS = st.builds(
+    lambda text, more: {"id": "x", "model": "m", "choices": [{"index": 0, "delta": {"content": text}, **more}]},
+    st.sampled_from(["", "a", "b c", 'data: "\n\n']),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "finish_reason": st.none(),
+            "token_ids": st.sampled_from([[], [1], [2, 3], None]),
+            "logprobs": st.none() | st.builds(lambda entries: {"content": entries, "refusal": None}, LOGGED),
+        },
+    ),
+)
+"""Chunks that are read as one."""
+
 
 def contents(response):
     for answer in response.choices.values():
@@ -88,11 +102,14 @@ def contents(response):
     return told, response.id, response.model, response.usage, response.prompt_token_ids, response.error
 
 
-@given(st.lists(st.lists(CHUNKS | st.sampled_from([None, 5, []]), max_size=6), max_size=4))
+@given(
+    st.lists(st.lists(CHUNKS | st.sampled_from([None, 5, []]), max_size=6) | st.lists(TEXTS, min_size=1), max_size=4)
+)
 def test_chunks_of_a_stream_read_together_say_what_each_says(reads):
     one_by_one, together = DIALECTS["chat/completions"].response(), DIALECTS["chat/completions"].response()
     for events in reads:
-        for _, data in together.merge([(b"", event) for event in events]):
+        merged = together.merge(b"".join(encode_event(event) for event in events))
+        for data in events if merged is None else [merged]:
             together.read(data)
         for event in events:
             one_by_one.read(event)
@@ -120,9 +137,8 @@ def test_of_a_token_little_more_than_its_number_and_its_log_probability_is_kept(
     try:
         response = ChatResponse()
         for start in range(0, 20_000, 200):
-            events = [(b"", loads(dumps(chunk(number)))) for number in range(start, start + 200)]
-            for _, data in response.merge(events):
-                response.read(data)
+            events = b"".join(encode_event(chunk(number)) for number in range(start, start + 200))
+            response.read(response.merge(events))
         del events
         kept, _ = tracemalloc.get_traced_memory()
     finally:

@@ -587,9 +587,9 @@ class ProviderResponse:
             with suppress(*MALFORMED):
                 self._read(cast("Json", data))
 
-    def merge(self, events: Sequence[tuple[bytes, Any]]) -> Sequence[tuple[bytes, Any]]:
-        """Events of a stream and their data, with those as one that may be read and shown as one."""
-        return events
+    def merge(self, events: bytes) -> Json | None:
+        """The data of the events of a stream that may be read and shown as one; None for all others."""
+        return None
 
     def _read(self, data: Json) -> None:
         """May raise on what is malformed, after adding what came before."""

@@ -7,7 +7,7 @@ from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events, messages_events
 
 from agentlightning import span as names
-from agentlightning.gateway.dialects.base import SSEDecoder, event_data
+from agentlightning.gateway.dialects.base import event_data, split_events
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 6, "b": 7}'}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 6, "b": 7}}
@@ -138,7 +138,7 @@ async def test_what_comes_in_one_read_with_an_error_is_sent_before_it(ask, error
     said, http, body = "Hello." + "!" * (b"!" in error), await service.http(), {"model": "theirs", "stream": True}
     for path, asked in (("messages", {"messages": HI, "max_tokens": 50}), ("responses", {"input": "hi"})):
         response = await http.post(f"{service.base_url}/{path}", headers={"x-api-key": service.key}, json=body | asked)
-        *events, last = [event_data(event) for event in SSEDecoder().feed(response.content)]
+        *events, last = [event_data(event) for event in split_events(response.content)]
         deltas = [event.get("delta") for event in events if event["type"].endswith(("block_delta", "text.delta"))]
         assert "".join(delta if path == "responses" else delta["text"] for delta in deltas) == said
         assert last["type"] == "error"

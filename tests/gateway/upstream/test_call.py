@@ -172,7 +172,7 @@ async def test_a_stream_that_closes_before_its_first_byte_is_asked_for_again():
     replies = [Reply(events=[], end="close"), Reply(events=chat_events(["Hello."]))]
     async with ScriptedProvider(replies) as server, connected(made_of(server)) as pool:
         async with UpstreamCall(pool, "chat/completions", b"{}", stream=True) as asked:
-            stream = b"".join([event async for events in asked.events() for event in events])
+            stream = b"".join([events async for events in asked.events()])
             asked.settle(None)
         assert stream == b"".join(chat_events(["Hello."]))
         assert asked.retries == 1
@@ -365,7 +365,7 @@ async def test_what_a_hung_up_stream_cost_is_estimated_and_kept():
     async with ScriptedProvider([endless]) as server, connected(made_of(server, price=price)) as pool:
         async with UpstreamCall(pool, "chat/completions", b"x" * 400, stream=True, price=price) as asked:
             async for events in asked.events():
-                if any(b'"b"' in event for event in events):
+                if b'"b"' in events:
                     break
         assert asked.usage == Usage(100, 3)
         assert asked.attributes()[names.COST] == 103

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Final, Literal, Protocol, cast
 
 import jsonschema_rs
@@ -624,7 +625,7 @@ class EventTooLongError(AgentLightningError):
 
 
 class SSEDecoder:
-    """Splits the bytes of a stream into events, in time linear in the bytes however they are chunked."""
+    """Finds the events in the bytes of a stream, in time linear in the bytes however they are chunked."""
 
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit
@@ -633,32 +634,32 @@ class SSEDecoder:
         """The end of an event may start here, and not before."""
         self._has_cr = False
 
-    def feed(self, more: bytes) -> list[bytes]:
-        """The events completed by `more`, each with the blank line that ends it. Raises EventTooLongError."""
+    def feed(self, more: bytes) -> bytes:
+        """The events completed by `more`, with the blank lines that end them. Raises EventTooLongError."""
         self._buffer += more
         self._has_cr |= b"\r" in more
-        found: list[bytes] = []
-        start = 0
-        while (end := self._find_end()) > 1:
-            found.append(bytes(self._buffer[start:end]))
-            start = self._searched = end
-        del self._buffer[:start]
+        if self._has_cr:
+            end = max((match.end() for match in _END.finditer(self._buffer, self._searched)), default=0)
+        else:
+            place = self._buffer.rfind(b"\n\n", self._searched)
+            end = 0 if place < 0 else place + 2
+        found = bytes(self._buffer[:end])
+        del self._buffer[:end]
         self._searched = max(0, len(self._buffer) - _OVERLAP)
         if len(self._buffer) > self._limit:
             raise EventTooLongError(f"an event of its stream has more than {self._limit} bytes")
         return found
 
-    def _find_end(self) -> int:
-        """The end of the next event; at most 1 if it has not come."""
-        if not self._has_cr:
-            return self._buffer.find(b"\n\n", self._searched) + 2
-        match = _END.search(self._buffer, self._searched)
-        return match.end() if match else 0
-
     @property
     def rest(self) -> bytes:
         """The received part of the next event."""
         return bytes(self._buffer)
+
+
+def split_events(events: bytes) -> list[bytes]:
+    """Each event, with the blank line that ends it."""
+    ends = [0, *(match.end() for match in _END.finditer(events)), len(events)]
+    return [events[start:end] for start, end in pairwise(ends) if end > start]
 
 
 def encode_event(data: Json, event: str = "") -> bytes:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -60,6 +59,7 @@ from agentlightning.gateway.dialects.base import (
     event_data,
     loads_tolerantly,
     read_json,
+    split_events,
 )
 from agentlightning.gateway.dialects.chat import ChatResponse
 from agentlightning.gateway.dialects.content_parts import turn_key
@@ -108,12 +108,6 @@ logger = logging.getLogger(__name__)
 
 _FINAL_EVENTS: Final = frozenset({*LAST_EVENTS, "message_stop", "error"})
 """Types of the events that end a stream."""
-_USED: Final = re.compile(rb'"usage"\s*:\s*\{')
-"""In events that may not be for the caller."""
-_END_MARKS: Final = (b"[DONE]", *(b'"%b"' % kind.encode() for kind in sorted(_FINAL_EVENTS)))
-"""In events that may end a stream."""
-_MAX_UNREAD: Final = 256
-"""Reading more events at once would hold up other calls."""
 BACKGROUND: Final = "background_response"
 """Operation of the span of a call that its provider answers later."""
 UNFINISHED: Final = "unfinished_answer"
@@ -338,8 +332,6 @@ class ForwardedCall:
 
     _call: UpstreamCall = field(init=False)
     _added: AddedFields = field(default_factory=AddedFields, init=False)
-    _unread: list[bytes] = field(default_factory=list, init=False)
-    """Events that were passed on and are not read yet."""
     _final_events: list[bytes] = field(default_factory=list, init=False)
     """The end of a stream, which waits until the response is recorded."""
 
@@ -363,7 +355,6 @@ class ForwardedCall:
                     try:
                         await self._pass_on(writer)
                     finally:
-                        self._read_unread()
                         if record.is_pending:
                             self._settle()
         except BaseException as error:
@@ -387,7 +378,6 @@ class ForwardedCall:
                 for chunk in self._shown(events):
                     if chunk:
                         await writer.send_events(chunk)
-            self._read_unread()
             if not self._final_events and not any(choice.given_reason for choice in response.choices.values()):
                 raise unreadable_response(call.pool, "its stream ended before the response was complete")
         else:
@@ -423,33 +413,21 @@ class ForwardedCall:
         """The body for the caller."""
         return dumps(data) if self._added.remove_from(data) else self._call.body
 
-    def _shown(self, events: list[bytes]) -> Iterator[bytes]:
-        """Read events, and yield what to send of them now. What can be passed on as it is waits to be read with others,
-        which costs a fraction. Raises ApiError."""
-        joined, waits = b"".join(events), not (self._final_events or self._added.fields)
-        if waits and not _USED.search(joined) and not any(mark in joined for mark in _END_MARKS):
-            self._unread += events
-            if len(self._unread) >= _MAX_UNREAD:
-                self._read_unread()
-            yield joined
-            return
-        self._read_unread()
+    def _shown(self, events: bytes) -> Iterator[bytes]:
+        """Read events, and yield what to send of them now. Raises ApiError."""
         passed = list[bytes]()
         for event, data in self._read(events):
             shown = self._added.filter_event(event, data)
             (self._final_events if self._final_events or is_final(event, data) else passed).append(shown)
         yield b"".join(passed)
 
-    def _read(self, events: Sequence[bytes]) -> Sequence[tuple[bytes, Any]]:
-        """Read events, and return them with their data."""
-        read = self.record.response.merge([(event, event_data(event)) for event in events])
+    def _read(self, events: bytes) -> Sequence[tuple[bytes, Any]]:
+        """Read events, and return them with their data; as one where that says the same."""
+        merged = self.record.response.merge(events)
+        read = [(event, event_data(event)) for event in split_events(events)] if merged is None else [(events, merged)]
         for _, data in read:
             self.record.response.read(data)
         return read
-
-    def _read_unread(self) -> None:
-        unread, self._unread = self._unread, []
-        self._read(unread)
 
     def _ending(self) -> bytes:
         """The bytes that end the stream."""
@@ -518,7 +496,7 @@ class TranslatedCall(ForwardedCall):
         self._finish()
         return self.reply.body([self.answer])
 
-    def _shown(self, events: list[bytes]) -> Iterator[bytes]:
+    def _shown(self, events: bytes) -> Iterator[bytes]:
         """The text of one read of the network is one delta for the caller."""
         read = self._read(events)
         yield self._write()

@@ -518,22 +518,22 @@ class UpstreamCall:
             self.settle(None)
         self._close_response()
 
-    async def events(self) -> AsyncIterator[list[bytes]]:
-        """The events of a streamed response, grouped by read. Raises ApiError if the stream breaks off or an event is
-        too long."""
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of a streamed response, those together that arrived together. Raises ApiError if the stream breaks
+        off or an event is too long."""
         if self._chunks is None:
             return
         decoder, redactor = SSEDecoder(), self.pool.redactor
         chunk: bytes | None = self._first_chunk
         try:
             while chunk is not None:
-                events = decoder.feed(chunk)
-                self._num_events += len(events)
-                yield [redactor.redact_body(event) for event in events]
+                if events := decoder.feed(chunk):
+                    self._num_events += events.count(b"data:")
+                    yield redactor.redact_body(events)
                 chunk = await anext(self._chunks, None)
             if rest := redactor.redact_body(decoder.rest):
                 if event_data(rest) is not None or b"[DONE]" in rest:  # Only its blank line is missing.
-                    yield [rest + b"\n\n"]
+                    yield rest + b"\n\n"
                 else:
                     self.trailing_bytes = rest
         except EventTooLongError as error:
