@@ -503,10 +503,17 @@ def implement(store: type[LightningStore], methods: Mapping[str, Callable[..., A
         setattr(store, name, functools.update_wrapper(method, getattr(LightningStore, name)))
 
 
-@functools.cache
-def count_positional(name: str) -> int:
-    """How many arguments of a method of the contract may be given by position; the others have names."""
-    return getattr(LightningStore, name).__code__.co_argcount - 1
+def parameters_of(method: str) -> dict[str, inspect.Parameter]:
+    """The parameters of a method of the contract, without `self`."""
+    parameters = dict(inspect.signature(getattr(LightningStore, method)).parameters)
+    del parameters["self"]
+    return parameters
+
+
+def binder(method: str) -> Callable[..., inspect.BoundArguments]:
+    """Gives the arguments of calls of a method of the contract their names. It raises TypeError for what the method
+    does not take."""
+    return inspect.Signature(list(parameters_of(method).values())).bind
 
 
 LightningStoreBase = LightningStore

@@ -7,7 +7,6 @@ spans packed, in the caller's event loop. What only reads is a function of a con
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import threading
 import time
@@ -29,7 +28,7 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import Span
 from agentlightning.store import durability, idempotency, validation
-from agentlightning.store.base import LightningStoreBase, count_positional, implement, store_url
+from agentlightning.store.base import LightningStoreBase, binder, implement, parameters_of, store_url
 from agentlightning.store.clock import Clock
 from agentlightning.store.ids import first_of_claim
 from agentlightning.store.sql import admin, mapping, queries
@@ -296,119 +295,21 @@ def _size(spans: Sequence[Span]) -> int:
     return size
 
 
-def _check_positions(name: str, arguments: Sequence[Any]) -> None:
-    if len(arguments) > (most := count_positional(name)):
-        raise TypeError(f"{name} takes {most} arguments by position, not {len(arguments)}; name the others")
+Check = Callable[[Any, str], Any]
+"""Of an argument and its name: returns what is stored or looked for, or raises ConfigError."""
 
 
-def _reader(name: str, query: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
-    async def read(self: SqlStore, *arguments: Any, **options: Any) -> T:
-        _check_positions(name, arguments)
-        return await self.read(name, lambda connection: query(connection, *arguments, **options))
+def _arguments(name: str) -> Callable[..., dict[str, Any]]:
+    """Gives the arguments of a call their names, and checks them. What is left at its default is left out."""
+    bind, checks = binder(name), {**_CHECKS, **_OWN_CHECKS.get(name, {})}
+    defaults = {each.name: each.default for each in parameters_of(name).values()}
+
+    def read(*arguments: Any, **options: Any) -> dict[str, Any]:
+        given = bind(*arguments, **options).arguments.items()
+        values = {each: value for each, value in given if value is not defaults[each]}
+        return {each: checks[each](value, each) if each in checks else value for each, value in values.items()}
 
     return read
-
-
-_READS: Final[Mapping[str, Callable[..., Any]]] = {
-    "statistics": queries.statistics,
-    "query_rollouts": queries.rollouts,
-    "count_rollouts": queries.count_rollouts,
-    "get_rollout_by_id": queries.rollout,
-    "query_attempts": queries.attempts,
-    "get_attempt": queries.attempt,
-    "get_latest_attempt": queries.latest_attempt,
-    "get_latest_attempts": queries.latest_attempts,
-    "count_spans": span_commands.count,
-    "newest_spans": span_commands.newest,
-    "query_resources": queries.resources_page,
-    "get_resources_by_id": queries.resources,
-    "get_latest_resources": queries.latest_resources,
-    "query_workers": queries.workers,
-    "get_worker": queries.worker,
-    "query_queues": queries.queues,
-    "read_records": admin.read_records,
-}
-"""By method of the contract: the function of a connection and its arguments that it runs in the reader's thread."""
-
-
-_recent_reads: Final = count()
-YIELD_READS: Final = 64
-"""So many reads that nothing waits for are followed by others of the event loop, even if one task makes them all."""
-
-
-async def _query_spans(store: SqlStore, rollout_id: str, attempt_id: str | None = None, **options: Any) -> list[Span]:
-    if not options and isinstance(rollout_id, str):
-        store.writer.check_open()
-        if (found := store.writer.spans.recent.of(rollout_id, attempt_id)) is not None:
-            if next(_recent_reads) % YIELD_READS == 0:
-                await asyncio.sleep(0)
-            return found
-    return await store.read("query_spans", lambda db: span_commands.query(db, rollout_id, attempt_id, **options))
-
-
-# -- new rollouts -----------------------------------------------------------------------------------------------------
-
-_BIND_START: Final = inspect.signature(LightningStoreBase.start_rollout).bind
-
-
-async def _enqueue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> Rollout:
-    _check_positions("enqueue_rollout", arguments)
-    request = EnqueueRolloutRequest(*arguments, **options)
-    return await store.enqueue("enqueue_rollout", [request], itemgetter(0))
-
-
-async def _start_rollout(*arguments: Any, **options: Any) -> AttemptedRollout:
-    fields = _BIND_START(*arguments, **options).arguments
-    store, worker_id, claim_id = fields.pop("self"), fields.pop("worker_id", None), fields.pop("claim_id", None)
-    check_claimer(worker_id, claim_id)
-    request = EnqueueRolloutRequest(**fields)
-    new, has_id = mapping.new_rollout(request, store.clock.wall()), request.rollout_id is not None
-    command = Command(
-        "start_rollout",
-        lambda tx: rollout_commands.start(tx, new, has_id, worker_id, claim_id),
-        given(request.rollout_id),
-        given(worker_id),
-        given(first_of_claim(claim_id)),
-        new_rollouts=1,
-    )
-    return await store.write(command)
-
-
-async def _dequeue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> AttemptedRollout | None:
-    claimed = await store.claim("dequeue_rollout", 1, *arguments, **options)
-    return claimed[0] if claimed else None
-
-
-async def _dequeue_many_rollouts(store: SqlStore, *arguments: Any, **options: Any) -> list[AttemptedRollout]:
-    return await store.claim("dequeue_many_rollouts", *arguments, **options)
-
-
-# -- writes ------------------------------------------------------------------------------------------------------------
-
-Check = Callable[[Any, str], Any]
-"""Of an argument and its name: returns what is stored, or raises ConfigError."""
-
-
-def _writer(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    _, *parameters = inspect.signature(getattr(LightningStoreBase, name)).parameters.values()
-    defaults, checks = {each.name: each.default for each in parameters}, {**_CHECKS, **_OWN_CHECKS.get(name, {})}
-
-    async def write(self: SqlStore, *arguments: Any, **options: Any) -> Any:
-        _check_positions(name, arguments)
-        options.update(zip(defaults, arguments, strict=False))
-        if options.keys() - defaults.keys():
-            raise TypeError(f"{name} takes {', '.join(defaults)}; it got {', '.join(map(str, [*arguments, *options]))}")
-        values = {each: checks[each](value, each) for each, value in options.items() if value is not defaults[each]}
-        command = Command(
-            name,
-            lambda tx: run(tx, **values),
-            values.get("rollout_ids") or given(values.get("rollout_id")),
-            given(values.get("worker_id")),
-            given(first_of_claim(values.get("claim_id"))),
-        )
-        return await self.write(command)
-
-    return write
 
 
 def _check_lease(value: Any, name: str) -> float:
@@ -448,6 +349,117 @@ _OWN_CHECKS: Final[Mapping[str, Mapping[str, Check]]] = {
     "update_resources": {"resources_id": validation.check_new_id},
 }
 """By method: where it checks otherwise."""
+
+# -- reads -------------------------------------------------------------------------------------------------------------
+
+
+def _reader(name: str, query: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
+    arguments_of = _arguments(name)
+
+    async def read(self: SqlStore, *arguments: Any, **options: Any) -> T:
+        values = arguments_of(*arguments, **options)
+        return await self.read(name, lambda connection: query(connection, **values))
+
+    return read
+
+
+_READS: Final[Mapping[str, Callable[..., Any]]] = {
+    "statistics": queries.statistics,
+    "query_rollouts": queries.rollouts,
+    "count_rollouts": queries.count_rollouts,
+    "get_rollout_by_id": queries.rollout,
+    "query_attempts": queries.attempts,
+    "get_attempt": queries.attempt,
+    "get_latest_attempt": queries.latest_attempt,
+    "get_latest_attempts": queries.latest_attempts,
+    "count_spans": span_commands.count,
+    "newest_spans": span_commands.newest,
+    "query_resources": queries.resources_page,
+    "get_resources_by_id": queries.resources,
+    "get_latest_resources": queries.latest_resources,
+    "query_workers": queries.workers,
+    "get_worker": queries.worker,
+    "query_queues": queries.queues,
+    "read_records": admin.read_records,
+}
+"""By method of the contract: the function of a connection and its arguments that it runs in the reader's thread."""
+
+
+_recent_reads: Final = count()
+YIELD_READS: Final = 64
+"""So many reads that nothing waits for are followed by others of the event loop, even if one task makes them all."""
+
+
+_read_spans: Final = _reader("query_spans", span_commands.query)
+
+
+async def _query_spans(store: SqlStore, rollout_id: str, attempt_id: str | None = None, **options: Any) -> list[Span]:
+    if not options and isinstance(rollout_id, str):
+        store.writer.check_open()
+        if (found := store.writer.spans.recent.of(rollout_id, attempt_id)) is not None:
+            if next(_recent_reads) % YIELD_READS == 0:
+                await asyncio.sleep(0)
+            return found
+    return await _read_spans(store, rollout_id, attempt_id, **options)
+
+
+# -- new rollouts -----------------------------------------------------------------------------------------------------
+
+_bind_enqueued: Final = binder("enqueue_rollout")
+_bind_started: Final = binder("start_rollout")
+
+
+async def _enqueue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> Rollout:
+    request = EnqueueRolloutRequest(**_bind_enqueued(*arguments, **options).arguments)
+    return await store.enqueue("enqueue_rollout", [request], itemgetter(0))
+
+
+async def _start_rollout(store: SqlStore, *arguments: Any, **options: Any) -> AttemptedRollout:
+    fields = _bind_started(*arguments, **options).arguments
+    worker_id, claim_id = fields.pop("worker_id", None), fields.pop("claim_id", None)
+    check_claimer(worker_id, claim_id)
+    request = EnqueueRolloutRequest(**fields)
+    new, has_id = mapping.new_rollout(request, store.clock.wall()), request.rollout_id is not None
+    command = Command(
+        "start_rollout",
+        lambda tx: rollout_commands.start(tx, new, has_id, worker_id, claim_id),
+        given(request.rollout_id),
+        given(worker_id),
+        given(first_of_claim(claim_id)),
+        new_rollouts=1,
+    )
+    return await store.write(command)
+
+
+async def _dequeue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> AttemptedRollout | None:
+    claimed = await store.claim("dequeue_rollout", 1, *arguments, **options)
+    return claimed[0] if claimed else None
+
+
+async def _dequeue_many_rollouts(store: SqlStore, *arguments: Any, **options: Any) -> list[AttemptedRollout]:
+    return await store.claim("dequeue_many_rollouts", *arguments, **options)
+
+
+# -- writes ------------------------------------------------------------------------------------------------------------
+
+
+def _writer(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    arguments_of = _arguments(name)
+
+    async def write(self: SqlStore, *arguments: Any, **options: Any) -> Any:
+        values = arguments_of(*arguments, **options)
+        command = Command(
+            name,
+            lambda tx: run(tx, **values),
+            values.get("rollout_ids") or given(values.get("rollout_id")),
+            given(values.get("worker_id")),
+            given(first_of_claim(values.get("claim_id"))),
+        )
+        return await self.write(command)
+
+    return write
+
+
 _WRITES: Final[Mapping[str, Callable[..., Any]]] = {
     "start_attempt": rollout_commands.start_attempt,
     "requeue_rollout": rollout_commands.requeue,
