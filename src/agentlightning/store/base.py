@@ -510,10 +510,20 @@ def parameters_of(method: str) -> dict[str, inspect.Parameter]:
     return parameters
 
 
-def binder(method: str) -> Callable[..., inspect.BoundArguments]:
+def binder(method: str) -> Callable[..., dict[str, Any]]:
     """Gives the arguments of calls of a method of the contract their names. It raises TypeError for what the method
     does not take."""
-    return inspect.Signature(list(parameters_of(method).values())).bind
+    parameters = parameters_of(method)
+    positional = [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
+    required = {name for name, each in parameters.items() if each.default is each.empty}
+
+    def bind(*arguments: Any, **options: Any) -> dict[str, Any]:
+        given = dict(zip(positional, arguments, strict=False)) | options
+        if len(given) < len(arguments) + len(options) or not required <= given.keys() <= parameters.keys():
+            raise TypeError(f"{method} takes {', '.join(parameters)}; it got {arguments!r:.200} and {[*options]}")
+        return given
+
+    return bind
 
 
 LightningStoreBase = LightningStore

@@ -298,7 +298,7 @@ def _forwarder(name: str) -> Callable[..., Any]:
     send = "_read_list" if name in operations.CURSORS else "_wait" if name in WAITING_CALLS else "_call"
 
     async def forward(self: LightningStoreClient, *positional: Any, **keywords: Any) -> Any:
-        arguments = bind(*positional, **keywords).arguments
+        arguments = bind(*positional, **keywords)
         arguments |= {argument: new_id(kind) for argument, kind in ids.items() if arguments.get(argument) is None}
         return await getattr(self, send)(name, arguments)
 

@@ -531,7 +531,9 @@ def _read_pipeline(pgconn: pq.abc.PGconn) -> Generator[Any, Any, pq.abc.PGresult
     results: list[pq.abc.PGresult] = []
     while not results or results[-1].status != pq.ExecStatus.PIPELINE_SYNC:
         found = yield from generators.fetch_many(pgconn)
-        if not found:
+        if not found:  # and nothing more will come
+            for each in results:
+                _check(each)
             raise psycopg.OperationalError(pgconn.get_error_message())
         results += found
     return [_check(each) for each in results[:-1]][-1]

@@ -305,7 +305,7 @@ def _arguments(name: str) -> Callable[..., dict[str, Any]]:
     defaults = {each.name: each.default for each in parameters_of(name).values()}
 
     def read(*arguments: Any, **options: Any) -> dict[str, Any]:
-        given = bind(*arguments, **options).arguments.items()
+        given = bind(*arguments, **options).items()
         values = {each: value for each, value in given if value is not defaults[each]}
         return {each: checks[each](value, each) if each in checks else value for each, value in values.items()}
 
@@ -410,12 +410,12 @@ _bind_started: Final = binder("start_rollout")
 
 
 async def _enqueue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> Rollout:
-    request = EnqueueRolloutRequest(**_bind_enqueued(*arguments, **options).arguments)
+    request = EnqueueRolloutRequest(**_bind_enqueued(*arguments, **options))
     return await store.enqueue("enqueue_rollout", [request], itemgetter(0))
 
 
 async def _start_rollout(store: SqlStore, *arguments: Any, **options: Any) -> AttemptedRollout:
-    fields = _bind_started(*arguments, **options).arguments
+    fields = _bind_started(*arguments, **options)
     worker_id, claim_id = fields.pop("worker_id", None), fields.pop("claim_id", None)
     check_claimer(worker_id, claim_id)
     request = EnqueueRolloutRequest(**fields)
