@@ -518,10 +518,11 @@ def binder(method: str) -> Callable[..., dict[str, Any]]:
     required = {name for name, each in parameters.items() if each.default is each.empty}
 
     def bind(*arguments: Any, **options: Any) -> dict[str, Any]:
-        given = dict(zip(positional, arguments, strict=False)) | options
-        if len(given) < len(arguments) + len(options) or not required <= given.keys() <= parameters.keys():
-            raise TypeError(f"{method} takes {', '.join(parameters)}; it got {arguments!r:.200} and {[*options]}")
-        return given
+        count = len(arguments) + len(options)
+        options.update(zip(positional, arguments, strict=False))
+        if len(options) < count or not required <= options.keys() <= parameters.keys():
+            raise TypeError(f"{method} takes {', '.join(parameters)}; it got {count}: {', '.join(options)}")
+        return options
 
     return bind
 

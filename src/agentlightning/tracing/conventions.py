@@ -217,7 +217,7 @@ def links_of(attributes: Attributes) -> list[Attributes]:
 def complete(name: str, attributes: Attributes, events: Sequence[SpanEvent] = ()) -> str:
     """Add the equivalents of `attributes` and events in our vocabulary. Returns the name of the span, which changes
     only for 0.x annotations that are rewards."""
-    keys = frozenset(attributes)
+    keys = dict.fromkeys(attributes)
     for prefix, (target, role) in FAMILIES.items():
         if target not in attributes and (found := [key for key in keys if key.startswith(prefix)]):
             _read_family(found, prefix, target, role, attributes)

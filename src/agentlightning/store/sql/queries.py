@@ -120,8 +120,6 @@ class Filters:
     """Conditions with the value of each. Raises ConfigError for a value that is no filter."""
 
     def __init__(self, columns: Mapping[str, str], filter_logic: FilterLogic = "and", **given: Any) -> None:
-        if unknown := given.keys() - columns.keys():
-            raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
         self.any_of = check_logic(filter_logic)
         """Whether one of them is enough."""
         self.values: dict[str, Any] = {}
@@ -159,7 +157,7 @@ def _page(
 ) -> list[Any]:
     """The rows of one page of a list, each with its position as its last column. given: the filters."""
     filters, position = Filters(listing.filters, **given), listing.position
-    limit, offset = validation.check_cursor(after, limit, offset)
+    limit, offset = validation.check_page(limit, offset, after)
     order = Order.of(listing.kind, sort_by, sort_order, after)
     bounds: dict[str, int] = {}
     if listing.kind == "rollouts":

@@ -36,7 +36,7 @@ from agentlightning.store.sql import rollouts as rollout_commands
 from agentlightning.store.sql import spans as span_commands
 from agentlightning.store.sql.admin import DELETE_BATCH, Excess, RolloutSize
 from agentlightning.store.sql.committer import CommandObserver, Committer, DatabaseThread
-from agentlightning.store.sql.rollouts import ClaimRollouts, check_claimer
+from agentlightning.store.sql.rollouts import ClaimRollouts
 from agentlightning.store.sql.spans import SpanWriteResult, group_by_attempt
 from agentlightning.store.sql.sqlite import SqliteDatabase, locate
 from agentlightning.store.sql.tx import Connection, Database, Tx, explained
@@ -305,9 +305,11 @@ def _arguments(name: str) -> Callable[..., dict[str, Any]]:
     defaults = {each.name: each.default for each in parameters_of(name).values()}
 
     def read(*arguments: Any, **options: Any) -> dict[str, Any]:
-        given = bind(*arguments, **options).items()
-        values = {each: value for each, value in given if value is not defaults[each]}
-        return {each: checks[each](value, each) if each in checks else value for each, value in values.items()}
+        return {
+            each: checks[each](value, each) if each in checks else value
+            for each, value in bind(*arguments, **options).items()
+            if value is not defaults[each]
+        }
 
     return read
 
@@ -324,7 +326,7 @@ def _optional_text(value: Any, name: str) -> str | None:
 
 _CHECKS: Final[Mapping[str, Check]] = {
     **dict.fromkeys(("rollout_id", "attempt_id", "worker_id", "claim_id", "resources_id"), validation.check_text),
-    "rollout_ids": validation.check_texts,
+    **dict.fromkeys(("rollout_ids", "queues"), validation.check_texts),
     "reason": lambda value, name: validation.to_json(value, name) and value,
     "input": validation.to_json,
     "mode": _optional_text,
@@ -416,8 +418,7 @@ async def _enqueue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> 
 
 async def _start_rollout(store: SqlStore, *arguments: Any, **options: Any) -> AttemptedRollout:
     fields = _bind_started(*arguments, **options)
-    worker_id, claim_id = fields.pop("worker_id", None), fields.pop("claim_id", None)
-    check_claimer(worker_id, claim_id)
+    worker_id, claim_id = [_optional_text(fields.pop(name, None), name) for name in ("worker_id", "claim_id")]
     request = EnqueueRolloutRequest(**fields)
     new, has_id = mapping.new_rollout(request, store.clock.wall()), request.rollout_id is not None
     command = Command(
@@ -431,13 +432,17 @@ async def _start_rollout(store: SqlStore, *arguments: Any, **options: Any) -> At
     return await store.write(command)
 
 
+_claimed: Final = _arguments("dequeue_rollout")
+_many_claimed: Final = _arguments("dequeue_many_rollouts")
+
+
 async def _dequeue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> AttemptedRollout | None:
-    claimed = await store.claim("dequeue_rollout", 1, *arguments, **options)
+    claimed = await store.claim("dequeue_rollout", **_claimed(*arguments, **options))
     return claimed[0] if claimed else None
 
 
 async def _dequeue_many_rollouts(store: SqlStore, *arguments: Any, **options: Any) -> list[AttemptedRollout]:
-    return await store.claim("dequeue_many_rollouts", *arguments, **options)
+    return await store.claim("dequeue_many_rollouts", **_many_claimed(*arguments, **options))
 
 
 # -- writes ------------------------------------------------------------------------------------------------------------
