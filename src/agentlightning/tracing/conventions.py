@@ -3,6 +3,9 @@
 Original attributes stay; their equivalents are added where absent. The tables below define the translation for
 OpenTelemetry GenAI (including its older names and its span events), OpenInference, Traceloop (OpenLLMetry), AgentOps
 and Agent Lightning 0.x. Pure. `complete` never raises and never removes an attribute.
+
+The keys of a span determine which tables apply, and spans of one kind share their keys, so a plan is computed once per
+set of keys.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, cast
 
 import orjson
@@ -213,23 +216,40 @@ def links_of(attributes: Attributes) -> list[Attributes]:
 
 # -- translation -----------------------------------------------------------------------------------------------------
 
+PLANS: Final = 4096
+PLANNED_KEYS: Final = 64
+"""Plans of larger sets of keys (mostly conversations) are not cached."""
+
 
 def complete(name: str, attributes: Attributes, events: Sequence[SpanEvent] = ()) -> str:
     """Add the equivalents of `attributes` and events in our vocabulary. Returns the name of the span, which changes
     only for 0.x annotations that are rewards."""
-    keys = dict.fromkeys(attributes)
-    for prefix, (target, role) in FAMILIES.items():
-        if target not in attributes and (found := [key for key in keys if key.startswith(prefix)]):
-            _read_family(found, prefix, target, role, attributes)
-    for key, step in STEPS:
-        if key in keys:
-            step(attributes)
+    keys = tuple(attributes)
+    plan = _cached_plan(keys) if len(keys) <= PLANNED_KEYS else _plan(keys)
+    if not plan and not events:
+        return name
+    for step in plan:
+        step(attributes)
     if events:
         _read_events(attributes, events)
     if names.SCORE_VALUE in attributes and (name in REWARD_SPANS or not REWARDING_OUTPUTS.isdisjoint(keys)):
         attributes.setdefault(ORIGINAL_NAME, name)
         return names.REWARD
     return name
+
+
+def _plan(keys: tuple[str, ...]) -> tuple[Step, ...]:
+    """The translation steps for attributes with these keys."""
+    known = frozenset(keys)
+    families = (
+        partial(_read_family, tuple(found), prefix, target, role)
+        for prefix, (target, role) in FAMILIES.items()
+        if (found := [key for key in keys if key.startswith(prefix)])
+    )
+    return (*families, *(step for key, step in STEPS if key in known))
+
+
+_cached_plan = lru_cache(PLANS)(_plan)
 
 
 def _copy(source: str, target: str, read: Callable[[Any], Any], attributes: Attributes) -> None:
@@ -295,7 +315,9 @@ def _read_by_operation(source: str, targets: Mapping[str, str], attributes: Attr
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-def _read_family(keys: Iterable[str], prefix: str, target: str, role: str, attributes: Attributes) -> None:
+def _read_family(keys: tuple[str, ...], prefix: str, target: str, role: str, attributes: Attributes) -> None:
+    if target in attributes:
+        return
     items = messages.unflatten((key[len(prefix) :], attributes[key]) for key in keys)
     found = messages.tools(items) if target == names.TOOL_DEFINITIONS else messages.recorded_messages(items, role)
     if found:
