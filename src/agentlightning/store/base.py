@@ -503,10 +503,28 @@ def implement(store: type[LightningStore], methods: Mapping[str, Callable[..., A
         setattr(store, name, functools.update_wrapper(method, getattr(LightningStore, name)))
 
 
-@functools.cache
-def count_positional(name: str) -> int:
-    """How many arguments of a method of the contract may be given by position; the others have names."""
-    return getattr(LightningStore, name).__code__.co_argcount - 1
+def parameters_of(method: str) -> dict[str, inspect.Parameter]:
+    """The parameters of a method of the contract, without `self`."""
+    parameters = dict(inspect.signature(getattr(LightningStore, method)).parameters)
+    del parameters["self"]
+    return parameters
+
+
+def binder(method: str) -> Callable[..., dict[str, Any]]:
+    """Gives the arguments of calls of a method of the contract their names. It raises TypeError for what the method
+    does not take."""
+    parameters = parameters_of(method)
+    positional = [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
+    required = {name for name, each in parameters.items() if each.default is each.empty}
+
+    def bind(*arguments: Any, **options: Any) -> dict[str, Any]:
+        count = len(arguments) + len(options)
+        options.update(zip(positional, arguments, strict=False))
+        if len(options) < count or not required <= options.keys() <= parameters.keys():
+            raise TypeError(f"{method} takes {', '.join(parameters)}; it got {count}: {', '.join(options)}")
+        return options
+
+    return bind
 
 
 LightningStoreBase = LightningStore

@@ -6,7 +6,6 @@ caller's event loop and must be fast; what it raises is logged, and never reache
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from agentlightning.span import Span
-from agentlightning.store.base import METHODS, LightningStoreBase, implement
+from agentlightning.store.base import METHODS, LightningStoreBase, implement, parameters_of
 from agentlightning.store.types import RolloutRecord
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class _InstrumentedStore(LightningStoreBase):
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    parameters = list(inspect.signature(getattr(LightningStoreBase, name)).parameters)[1:]
+    parameters = parameters_of(name)
 
     async def method(self: _InstrumentedStore, *arguments: Any, **options: Any) -> Any:
         for observer in self.observers:

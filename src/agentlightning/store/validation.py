@@ -104,8 +104,10 @@ def check_time(value: Any, what: str) -> float:
     return value
 
 
-def check_page(limit: Any, offset: Any = 0) -> tuple[int, int]:
-    """Returns (limit, offset) as a database takes them."""
+def check_page(limit: Any, offset: Any = 0, after: Any = None) -> tuple[int, int]:
+    """Returns (limit, offset) as a database takes them. after: the id that the page begins after."""
+    if after is not None:
+        check_text(after, "after")
     for name, value, least in (("limit", limit, -1), ("offset", offset, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             advice = "-1 for no limit, or a number from 0" if name == "limit" else "a number from 0"
@@ -117,10 +119,3 @@ def check_status(value: Any, known: Collection[str], of: str = "") -> str:
     if value not in known:
         raise ConfigError(f"status={value!r}{of} is unknown; use one of {', '.join(known)}")
     return value
-
-
-def check_cursor(after: Any, limit: Any, offset: Any) -> tuple[int, int]:
-    """`check_page` for a page that begins after the id `after`."""
-    if after is not None:
-        check_text(after, "after")
-    return check_page(limit, offset)

@@ -23,15 +23,7 @@ from urllib.parse import quote, urlsplit
 from opentelemetry import trace
 from opentelemetry.trace import format_span_id, format_trace_id
 
-from agentlightning.attempt_address import (
-    AGENT_BAGGAGE,
-    ATTEMPT_BAGGAGE,
-    ATTEMPT_HEADER,
-    JUDGE_HEADER,
-    ROLLOUT_BAGGAGE,
-    WORK_HEADER,
-    root_span_id_of,
-)
+from agentlightning import attempt_address
 from agentlightning.tracing.scope import Scope, current_agent, inherited_scope, runner_process, uncertainty
 
 
@@ -45,10 +37,12 @@ def attempt_headers(url: str) -> dict[str, str]:
     if inside is None and process is None:
         return _baggage({})
     if inside is not None and inside.role == "judge":
-        return {JUDGE_HEADER: inside.attempt_id}
+        return {attempt_address.JUDGE_HEADER: inside.attempt_id}
     is_explicit = EXPLICIT.match(url, len(address)) is not None
     if uncertain := uncertainty(report=not is_explicit):
-        return {} if is_explicit or (inside is not None and not inside.key) else {WORK_HEADER: uncertain}
+        return (
+            {} if is_explicit or (inside is not None and not inside.key) else {attempt_address.WORK_HEADER: uncertain}
+        )
     return {} if inside is None else _headers_of(inside)
 
 
@@ -63,16 +57,18 @@ def _headers_of(scope: Scope) -> dict[str, str]:
     if span.is_valid:
         ids = f"{format_trace_id(span.trace_id)}-{format_span_id(span.span_id)}"
     else:
-        ids = f"{scope.trace_id}-{root_span_id_of(scope.attempt_id) or scope.trace_id[:16]}"
+        ids = f"{scope.trace_id}-{attempt_address.root_span_id_of(scope.attempt_id) or scope.trace_id[:16]}"
     headers = {"traceparent": f"00-{ids}-01"}
     if scope.key:
-        headers[ATTEMPT_HEADER] = scope.key
-    return headers | _baggage({ROLLOUT_BAGGAGE: scope.rollout_id, ATTEMPT_BAGGAGE: scope.attempt_id})
+        headers[attempt_address.ATTEMPT_HEADER] = scope.key
+    return headers | _baggage(
+        {attempt_address.ROLLOUT_BAGGAGE: scope.rollout_id, attempt_address.ATTEMPT_BAGGAGE: scope.attempt_id}
+    )
 
 
 def _baggage(entries: dict[str, str]) -> dict[str, str]:
     if (agent := current_agent()) is not None:
-        entries[AGENT_BAGGAGE] = agent
+        entries[attempt_address.AGENT_BAGGAGE] = agent
     text = ",".join(f"{name}={quote(value, safe='')}" for name, value in entries.items())
     return {"baggage": text} if text else {}
 

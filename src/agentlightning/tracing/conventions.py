@@ -196,6 +196,12 @@ def add_extra_fields(
     attributes.update({name: value for name, value in given.items() if value})
 
 
+def link(trace_id: str, span_id: str, attributes: Attributes, state: str = "") -> Attributes:
+    """A link as an attribute of its span holds it."""
+    found = {"trace_id": trace_id, "span_id": span_id, "attributes": attributes}
+    return found | {"trace_state": state} if state else found
+
+
 def links_of(attributes: Attributes) -> list[Attributes]:
     """The links among the attributes of a span, each with trace_id, span_id, trace_state and attributes."""
     given = attributes.get(LINKS)

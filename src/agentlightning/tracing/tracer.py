@@ -34,17 +34,8 @@ from opentelemetry.trace import Link, SpanKind, format_span_id, format_trace_id
 
 from agentlightning.span import AGENT_NAME, Span, SpanEvent, new_span_id
 from agentlightning.tracing import conventions
+from agentlightning.tracing import scope as scopes
 from agentlightning.tracing.outbox import counters
-from agentlightning.tracing.scope import (
-    Scope,
-    agent_in,
-    current_agent,
-    current_scope,
-    current_speaker,
-    implicit_sessions,
-    is_left_out,
-    recording_scope,
-)
 from agentlightning.util.json_values import Json
 from agentlightning.util.random_ids import random_bits
 
@@ -59,8 +50,8 @@ UNLIMITED = SpanLimits(**dict.fromkeys(signature(SpanLimits).parameters, SpanLim
 """Set explicitly: limits in the environment are meant for telemetry and would truncate messages."""
 
 
-def _open_scope() -> Scope | None:
-    return current_scope() or implicit_sessions.get(current_speaker())
+def _open_scope() -> scopes.Scope | None:
+    return scopes.current_scope() or scopes.implicit_sessions.get(scopes.current_speaker())
 
 
 class SpanIdGenerator(IdGenerator):
@@ -78,7 +69,7 @@ class ScopeProcessor(SpanProcessor):
     """Passes each span to the sink of the scope it was started in, when it ends."""
 
     def __init__(self) -> None:
-        self._open = WeakValueDictionary[tuple[int, int], Scope]()
+        self._open = WeakValueDictionary[tuple[int, int], scopes.Scope]()
         # Weak, so that spans that never end do not accumulate.
         self._resource: tuple[Resource, Json] = (Resource.get_empty(), {})
 
@@ -88,7 +79,7 @@ class ScopeProcessor(SpanProcessor):
             return
         context = span.get_span_context()
         self._open[context.trace_id, context.span_id] = scope
-        agent = current_agent()
+        agent = scopes.current_agent()
         if agent is not None and AGENT_NAME not in (span.attributes or {}):
             span.set_attribute(AGENT_NAME, agent)
 
@@ -101,7 +92,7 @@ class ScopeProcessor(SpanProcessor):
             scope.sink.put((to_span(span, scope.rollout_id, scope.attempt_id, self._resource[1]),))
 
 
-def _is_recorded(scope: Scope | None, name: str) -> TypeGuard[Scope]:
+def _is_recorded(scope: scopes.Scope | None, name: str) -> TypeGuard[scopes.Scope]:
     """Whether a span of this name is recorded there; what is not is counted."""
     if scope is None:
         counters.note(
@@ -110,7 +101,7 @@ def _is_recorded(scope: Scope | None, name: str) -> TypeGuard[Scope]:
             " warning. Spans are recorded within `agl.track_session()`, and in agents that a runner or `agl run`"
             " executes; a thread that inherits no session is given one by `agl.carry_session(function)`.",
         )
-    elif is_left_out(scope, name):
+    elif scopes.is_left_out(scope, name):
         counters.add("spans_unmarked")
     else:
         return True
@@ -146,13 +137,13 @@ def tracer() -> trace.Tracer:
 
 def record(name: str, attributes: Mapping[str, Any], error: str | None = None, start_time: float | None = None) -> None:
     """Record a span that ends now, and starts now unless a time was given; with `error`, its status is ERROR."""
-    scope = recording_scope()
+    scope = scopes.recording_scope()
     if not _is_recorded(scope, name):
         return
     now = time.time()
     parent = trace.get_current_span().get_span_context()
     own = dict(attributes)
-    agent = agent_in(scope)
+    agent = scopes.agent_in(scope)
     if agent is not None:
         own.setdefault(AGENT_NAME, agent)
     span = Span(
@@ -227,13 +218,8 @@ def to_span(span: ReadableSpan, rollout_id: str, attempt_id: str, resource: Json
 
 
 def _link(link: Link) -> Json:
-    context, state = link.context, link.context.trace_state.to_header()
-    found = {
-        "trace_id": format_trace_id(context.trace_id),
-        "span_id": format_span_id(context.span_id),
-        "attributes": plain_attributes(link.attributes),
-    }
-    return found | {"trace_state": state} if state else found
+    ids = format_trace_id(link.context.trace_id), format_span_id(link.context.span_id)
+    return conventions.link(*ids, plain_attributes(link.attributes), link.context.trace_state.to_header())
 
 
 def plain_attributes(attributes: Mapping[str, Any] | None) -> Json:

@@ -195,6 +195,7 @@ class Note:
         ({"sequence_id": -1}, "sequence_id=-1 of span 'work'"),
         ({"sequence_id": 2**60}, "sequence_id=1152921504606846976"),
         ({"sequence_id": "3"}, "sequence_id='3'"),
+        ({"sequence_id": True}, "sequence_id=True"),
         ({"attributes": {"a": object()}}, r"attributes\['a'\] of span 'work' cannot be stored as JSON"),
         ({"attributes": {"a": "\ud800"}}, r"attributes\['a'\] of span 'work' cannot be stored as JSON.*surrogates"),
         ({"attributes": {3: "a"}}, "3, the name of an attribute of span 'work', is not a string"),

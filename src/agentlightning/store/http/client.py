@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import inspect
 import math
 import os
 import threading
@@ -35,7 +34,7 @@ from agentlightning.resources import named_resources
 from agentlightning.rollouts import EnqueueRolloutRequest, Rollout
 from agentlightning.span import LOGPROBS, Span
 from agentlightning.store import validation
-from agentlightning.store.base import LightningStoreBase, implement, store_url
+from agentlightning.store.base import LightningStoreBase, binder, implement, store_url
 from agentlightning.store.http import BASE_PATH, operations
 from agentlightning.store.http.errors import ErrorBody, Refusal, error_from
 from agentlightning.store.http.operations import PROTOCOL_HEADER, PROTOCOL_VERSION, hints_of, version
@@ -294,12 +293,12 @@ def _check(url: str, token: str | None, timeout: float, patience: float) -> None
 
 
 def _forwarder(name: str) -> Callable[..., Any]:
-    bind = inspect.Signature(list(operations.parameters_of(name).values())).bind
+    bind = binder(name)
     ids = GENERATED_IDS.get(name, {})
     send = "_read_list" if name in operations.CURSORS else "_wait" if name in WAITING_CALLS else "_call"
 
     async def forward(self: LightningStoreClient, *positional: Any, **keywords: Any) -> Any:
-        arguments = bind(*positional, **keywords).arguments
+        arguments = bind(*positional, **keywords)
         arguments |= {argument: new_id(kind) for argument, kind in ids.items() if arguments.get(argument) is None}
         return await getattr(self, send)(name, arguments)
 

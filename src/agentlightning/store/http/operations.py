@@ -33,7 +33,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM, ResourcesUpdate, named_resources
 from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
 from agentlightning.span import Span, SpanEvent
-from agentlightning.store.base import LightningStoreBase
+from agentlightning.store.base import LightningStoreBase, parameters_of
 from agentlightning.store.http import BASE_PATH
 from agentlightning.store.http.errors import Refusal, decode_error
 from agentlightning.store.types import RolloutRecord, Unset, Worker
@@ -211,10 +211,8 @@ def span_of(body: SpanBody) -> Span:
 
 
 def _link_of(body: LinkBody) -> dict[str, Any]:
-    """A link as an attribute of its span holds it."""
-    context, state = body.context, _state_of(body.context)
-    found = {"trace_id": context.trace_id, "span_id": context.span_id, "attributes": body.attributes or {}}
-    return found | {"trace_state": state} if state else found
+    context = body.context
+    return conventions.link(context.trace_id, context.span_id, body.attributes or {}, _state_of(context))
 
 
 def _link_body(link: Mapping[str, Any]) -> LinkBody:
@@ -357,9 +355,8 @@ class Operation:
     request_type: type[Struct] | None = None
     """The type of the request if it does not follow from the method."""
     body_parameter: str | None = None
-    """The parameter that is the whole body; by default, the body is an object with the parameters."""
-    query_parameters: tuple[str, ...] = ()
-    """Parameters in the query string of a request that also has a body."""
+    """The parameter that is the whole body, and others are in the query string; by default, the body is an object with
+    the parameters."""
     cursor: str | None = None
     """The response is a page of a list, {items, limit, offset, total}; this field of an item is what `after` takes."""
     with_attempts: bool = False
@@ -378,8 +375,8 @@ class Operation:
     @cached_property
     def request(self) -> type[Struct]:
         """The type of the parameters that are neither in the path nor the whole body."""
-        others = [name for name in parameters_of(self.method) if name not in (*self.path_names, self.list_parameter)]
-        names = others if self.body_parameter is None else self.query_parameters
+        apart = (*self.path_names, self.list_parameter, self.body_parameter)
+        names = [name for name in parameters_of(self.method) if name not in apart]
         return self.request_type or _request_type(self.method, names, BODIES)
 
     @cached_property
@@ -436,13 +433,6 @@ def _struct(name: str, *fields: tuple[str, Any]) -> type[Struct]:
 
 def _camel(name: str) -> str:
     return "".join(part.title() for part in name.split("_"))
-
-
-def parameters_of(method: str) -> dict[str, inspect.Parameter]:
-    """The parameters of a method of the contract, without `self`."""
-    parameters = dict(inspect.signature(getattr(LightningStoreBase, method)).parameters)
-    del parameters["self"]
-    return parameters
 
 
 def hints_of(method: str) -> dict[str, Any]:
@@ -526,9 +516,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("get_many_span_sequence_ids", "POST", "/spans/next/batch", result_field="sequence_ids"),
     # resources
     Operation("query_resources", "GET", "/resources", cursor="resources_id"),
-    Operation(
-        "add_resources", "POST", "/resources", 201, body_parameter="resources", query_parameters=("resources_id",)
-    ),
+    Operation("add_resources", "POST", "/resources", 201, body_parameter="resources"),
     Operation("add_resources", "PUT", "/resources/{resources_id}", 201, body_parameter="resources"),
     Operation("get_latest_resources", "GET", "/resources/latest", none_is_result=True),
     Operation("get_resources_by_id", "GET", "/resources/{resources_id}"),

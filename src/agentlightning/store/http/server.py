@@ -34,16 +34,7 @@ from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.http import BASE_PATH, operations
-from agentlightning.store.http.endpoint import (
-    MAX_BODY_BYTES,
-    Handler,
-    cancel_on_disconnect,
-    endpoint,
-    read_body,
-    refuse,
-    respond,
-    respond_in_parts,
-)
+from agentlightning.store.http import endpoint as endpoints
 from agentlightning.store.http.errors import RequestError, decode_error, error_body, error_of
 from agentlightning.store.http.operations import PROTOCOL_HEADER, Operation, RolloutBody, arguments_of, encode, to_rest
 from agentlightning.store.idempotency import AlreadyAnsweredError, IdempotentCall, use_key
@@ -124,7 +115,7 @@ def while_connected(request: Request, calls: Sequence[Call]) -> AbstractContextM
             given = call.arguments.get("timeout")
             seconds = call.arguments["timeout"] = min(without if given is None else given, MAX_WAIT_SECONDS)
             waits |= seconds > 0
-    return cancel_on_disconnect(request.receive) if waits else nullcontext()
+    return endpoints.cancel_on_disconnect(request.receive) if waits else nullcontext()
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -144,7 +135,9 @@ class StoreApi:
         client = headers.get(name, protocol)
         if client != protocol:
             raise RequestError(f"the client has protocol {client}, and this server {protocol}; use the same version")
-        raw_calls: list[Raw] = _decode_batch(await read_body(headers, request.receive, self.max_body_bytes)).calls
+        raw_calls: list[Raw] = _decode_batch(
+            await endpoints.read_body(headers, request.receive, self.max_body_bytes)
+        ).calls
         if len(raw_calls) > MAX_CALLS:
             raise RequestError(f"{len(raw_calls)} calls in one request; send at most {MAX_CALLS}", 413)
         calls = [_decode(raw) for raw in raw_calls]
@@ -155,10 +148,10 @@ class StoreApi:
         lists = [call for call in calls if call.method in _LISTS]
         if len(lists) > FIRST_LISTS:
             await self._execute_all([call for call in calls if call.method not in _LISTS])
-            return await respond_in_parts(self._parts(calls, lists), headers=PROTOCOL_HEADER)
+            return await endpoints.respond_in_parts(self._parts(calls, lists), headers=PROTOCOL_HEADER)
         await self._execute_all(calls)
         results = b",".join([call.result or b"" for call in calls])
-        return respond(b'{"results":[%b]}' % results, headers=PROTOCOL_HEADER)
+        return endpoints.respond(b'{"results":[%b]}' % results, headers=PROTOCOL_HEADER)
 
     async def _parts(self, calls: Sequence[Call], lists: Sequence[Call]) -> AsyncIterator[bytes]:
         """A response with many lists, which may not fit in memory together: they are read a few at a time, the fewer
@@ -209,15 +202,15 @@ class StoreApi:
     async def respond_health(self, request: Request, **versions: Any) -> Response:
         """Respond OK if the store works."""
         await self.store.check_health()
-        return respond(encode({"status": "ok", **versions}), headers=PROTOCOL_HEADER)
+        return endpoints.respond(encode({"status": "ok", **versions}), headers=PROTOCOL_HEADER)
 
     async def perform(self, operation: Operation, request: Request) -> Response:
         body, scope = b"", request.scope
         if operation.body is not None:
-            body = await read_body(request.headers, request.receive, self.max_body_bytes)
+            body = await endpoints.read_body(request.headers, request.receive, self.max_body_bytes)
         arguments = _arguments(operation, scope, body)
         if operation.cursor:
-            return await respond_in_parts(self._page(operation, arguments), operation.status)
+            return await endpoints.respond_in_parts(self._page(operation, arguments), operation.status)
         call = Call(operation.method, arguments, partial(_encode_result, operation, scope))
         key = request.headers.get("idempotency-key")
         if key is not None and operation.verb != "GET":
@@ -229,7 +222,7 @@ class StoreApi:
         else:
             with while_connected(request, [call]):
                 result = await execute(self.store, call)
-        return respond(result, operation.status)
+        return endpoints.respond(result, operation.status)
 
     async def _page(self, operation: Operation, arguments: dict[str, Any]) -> AsyncIterator[bytes]:
         """A list, read page by page, so that one of any length takes little memory."""
@@ -372,7 +365,7 @@ def _encode_result(operation: Operation, scope: Scope, value: Any) -> bytes:
 
 
 def store_routes(
-    store: LightningStoreBase, token: str | None = None, *, max_body_bytes: int = MAX_BODY_BYTES
+    store: LightningStoreBase, token: str | None = None, *, max_body_bytes: int = endpoints.MAX_BODY_BYTES
 ) -> list[Route]:
     """Routes for a Starlette application.
 
@@ -383,10 +376,10 @@ def store_routes(
     versions = {"version": operations.version(), "protocol": operations.PROTOCOL_VERSION}
 
     async def describe(_: Request) -> Response:
-        return respond(encode(operations.document(with_token=token is not None)))
+        return endpoints.respond(encode(operations.document(with_token=token is not None)))
 
-    def route(path: str, handle: Handler, *verbs: str, token: str | None = token, **options: Any) -> Route:
-        route = Route(path, endpoint(handle, token, **options))
+    def route(path: str, handle: endpoints.Handler, *verbs: str, token: str | None = token, **options: Any) -> Route:
+        route = Route(path, endpoints.endpoint(handle, token, **options))
         route.methods = set(verbs)  # Starlette would add HEAD to GET
         return route
 
@@ -411,4 +404,4 @@ async def _refuse_method(routes: list[Route], request: Request) -> Response:
     if not near:
         raise NotFoundError(f"there is nothing at {path!r}; {BASE_PATH}/openapi.json lists all paths")
     allowed = ", ".join(sorted(set().union(*near)))
-    return refuse(RequestError(f"{request.method} is not allowed at {path}", 405), {"allow": allowed})
+    return endpoints.refuse(RequestError(f"{request.method} is not allowed at {path}", 405), {"allow": allowed})

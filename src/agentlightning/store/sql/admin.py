@@ -210,7 +210,6 @@ class Excess:
 
 
 def read_records(connection: Connection, rollout_ids: Sequence[str]) -> list[RolloutRecord]:
-    validation.check_texts(rollout_ids, "rollout_ids")
     records: list[RolloutRecord] = []
     for rollout_id in rollout_ids:
         attempts = queries.attempts(connection, rollout_id)

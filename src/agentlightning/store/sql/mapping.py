@@ -25,16 +25,7 @@ from agentlightning.rollouts import (
 )
 from agentlightning.store import validation
 from agentlightning.store.ids import new_id
-from agentlightning.store.sql.schema import (
-    AttemptColumns,
-    AttemptRow,
-    RolloutColumns,
-    RolloutRow,
-    WorkerColumns,
-    attempt_columns,
-    rollout_columns,
-    types_of,
-)
+from agentlightning.store.sql import schema
 from agentlightning.store.types import Worker
 from agentlightning.util.json_values import loads
 
@@ -90,7 +81,7 @@ def load_config(text: str | None) -> RolloutConfig:
     return DEFAULT_CONFIG if text is None else RolloutConfig.model_validate_json(text)
 
 
-def config_of(row: RolloutRow) -> RolloutConfig:
+def config_of(row: schema.RolloutRow) -> RolloutConfig:
     """Raises StoreError if the configuration of the rollout is damaged."""
     try:
         return load_config(row.config)
@@ -98,7 +89,7 @@ def config_of(row: RolloutRow) -> RolloutConfig:
         raise damaged(f"rollout {row.rollout_id!r}", row.rollout_id, error) from error
 
 
-def metadata_of(row: AttemptRow) -> dict[str, Any]:
+def metadata_of(row: schema.AttemptRow) -> dict[str, Any]:
     """Raises StoreError if the metadata of the attempt is damaged."""
     try:
         return load_dict(row.metadata)
@@ -110,7 +101,7 @@ def _damaged_attempt(attempt_id: str, rollout_id: str, error: Exception) -> Stor
     return damaged(f"attempt {attempt_id!r} of rollout {rollout_id!r}", rollout_id, error)
 
 
-def new_rollout(request: EnqueueRolloutRequest | Rollout, time: float) -> tuple[Rollout, RolloutRow]:
+def new_rollout(request: EnqueueRolloutRequest | Rollout, time: float) -> tuple[Rollout, schema.RolloutRow]:
     """A queued rollout, and its row, whose key is 0. Raises ConfigError for what cannot be stored."""
     if request.rollout_id is not None:
         validation.check_new_id(request.rollout_id, "rollout_id")
@@ -135,7 +126,7 @@ def new_rollout(request: EnqueueRolloutRequest | Rollout, time: float) -> tuple[
         queue=queue,
         priority=request.priority,
     )
-    row = RolloutRow(
+    row = schema.RolloutRow(
         0, rollout.rollout_id, validation.to_json(request.input, "input"), request.mode, request.resources_id,
         "queuing", time, None, config_text(rollout.config), metadata, 0, queue, request.priority, stored=False,
     )  # fmt: skip
@@ -144,11 +135,11 @@ def new_rollout(request: EnqueueRolloutRequest | Rollout, time: float) -> tuple[
 
 def _kinds(columns: type[Struct]) -> tuple[Any, ...]:
     """The types of the columns, which SQLite does not enforce."""
-    return tuple([(*types, int) if float in types else types for types in types_of(columns).values()])
+    return tuple([(*types, int) if float in types else types for types in schema.types_of(columns).values()])
 
 
-_ROLLOUT: Final = _kinds(RolloutColumns)
-_ATTEMPT: Final = _kinds(AttemptColumns)
+_ROLLOUT: Final = _kinds(schema.RolloutColumns)
+_ATTEMPT: Final = _kinds(schema.AttemptColumns)
 
 
 def _check(columns: Sequence[Any], kinds: Sequence[Any], status: Any, known: Container[Any]) -> None:
@@ -156,20 +147,20 @@ def _check(columns: Sequence[Any], kinds: Sequence[Any], status: Any, known: Con
         raise TypeError("a column has a value of another type")
 
 
-def to_attempted(attempt: AttemptRow) -> AttemptedRollout:
+def to_attempted(attempt: schema.AttemptRow) -> AttemptedRollout:
     return with_attempt(to_rollout(attempt.rollout), attempt)
 
 
-def with_attempt(rollout: Rollout, attempt: AttemptRow) -> AttemptedRollout:
+def with_attempt(rollout: Rollout, attempt: schema.AttemptRow) -> AttemptedRollout:
     """rollout: as it is, or was before the attempt was claimed."""
     row, fields = attempt.rollout, structs.asdict(rollout)
     fields |= {"status": row.status, "end_time": row.end_time}
     return AttemptedRollout(**fields, attempt=to_attempt(attempt, row.rollout_id))
 
 
-def to_rollout(row: RolloutColumns) -> Rollout:
+def to_rollout(row: schema.RolloutColumns) -> Rollout:
     try:
-        _check(rollout_columns(row), _ROLLOUT, row.status, ROLLOUT_TRANSITIONS)
+        _check(schema.rollout_columns(row), _ROLLOUT, row.status, ROLLOUT_TRANSITIONS)
         config = DEFAULT_CONFIG if row.config is None else load_config(row.config)
         return Rollout(
             *(row.rollout_id, loads(row.input), row.start_time, cast("Any", row.status), cast("Any", row.mode)),
@@ -194,7 +185,7 @@ _REPAIRS: Final[dict[str, tuple[Callable[[Any], Any], Any]]] = {
 """By column: how it is read, and what replaces it if it cannot be."""
 
 
-def repairs(row: RolloutRow) -> tuple[dict[str, Any], dict[str, str]]:
+def repairs(row: schema.RolloutRow) -> tuple[dict[str, Any], dict[str, str]]:
     """(what to write in place of columns that cannot be read, their values as text)."""
     changes: dict[str, Any] = {"attempt_count": len(row.attempts)}
     replaced: dict[str, str] = {}
@@ -208,9 +199,9 @@ def repairs(row: RolloutRow) -> tuple[dict[str, Any], dict[str, str]]:
     return changes, replaced
 
 
-def to_attempt(row: AttemptColumns, rollout_id: str) -> Attempt:
+def to_attempt(row: schema.AttemptColumns, rollout_id: str) -> Attempt:
     try:
-        _check(attempt_columns(row), _ATTEMPT, row.status, ATTEMPT_TRANSITIONS)
+        _check(schema.attempt_columns(row), _ATTEMPT, row.status, ATTEMPT_TRANSITIONS)
         metadata = load_dict(row.metadata)
     except UNREADABLE as error:
         raise _damaged_attempt(row.attempt_id, rollout_id, error) from error
@@ -256,7 +247,7 @@ def to_resources(row: Sequence[Any]) -> ResourcesUpdate:
     )
 
 
-def to_worker(row: WorkerColumns, current: tuple[str, str] | None, open_attempts: int) -> Worker:
+def to_worker(row: schema.WorkerColumns, current: tuple[str, str] | None, open_attempts: int) -> Worker:
     """current: the rollout id and the id of its newest open attempt."""
     rollout_id, attempt_id = current or (None, None)
     try:

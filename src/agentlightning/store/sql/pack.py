@@ -387,7 +387,8 @@ def _check_fields(span: Span) -> None:
             raise ConfigError(f"{field}={time!r}{of} is not a number of seconds since 1970")
     if not isinstance(span.attributes, dict):
         raise ConfigError(f"attributes={span.attributes!r}{of} is not a dict")
-    if not isinstance(span.sequence_id, int) or not 0 <= span.sequence_id <= MAX_SEQUENCE_ID:
+    number = span.sequence_id
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_SEQUENCE_ID:
         raise ConfigError(f"sequence_id={span.sequence_id!r}{of}: use 0 for the next, or 1 to {MAX_SEQUENCE_ID}")
 
 

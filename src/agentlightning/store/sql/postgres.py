@@ -22,13 +22,12 @@ import contextlib
 import hashlib
 import logging
 import math
-import selectors
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import cache
 from itertools import count
-from typing import Any, ClassVar, Final, NamedTuple, cast
+from typing import Any, ClassVar, Final
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError
@@ -41,8 +40,8 @@ from agentlightning.store.sql.tx import Connection, Database, Statement, Wake, c
 
 try:
     import psycopg
-    from psycopg import pq, sql
-    from psycopg.adapt import Transformer
+    from psycopg import generators, pq, sql, waiting
+    from psycopg.adapt import PyFormat, Transformer
     from psycopg.conninfo import conninfo_to_dict
 except ImportError as error:
     raise MissingExtraError("psycopg", "postgres") from error
@@ -92,6 +91,8 @@ KEY_BLOCK: Final = 64
 """Keys reserved at once where they need not be in the order of transactions."""
 PIPELINE: Final = 256
 """Statements sent before their results are read: more could fill the buffers of both sides."""
+WAIT_SECONDS: Final = 1.0
+"""How long to wait for a part of the results before waiting again."""
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
@@ -285,15 +286,6 @@ def _translated(sql_text: str) -> bytes:
     return "".join([first, *[f"${next(numbers)}{part}" for part in parts]]).encode()
 
 
-class _Call(NamedTuple):
-    """What is sent: a prepared statement with its parameters, or, with `sql`, the statement to prepare."""
-
-    name: bytes
-    values: list[bytes | None]
-    formats: list[int]
-    sql: str = ""
-
-
 class PostgresConnection(Connection):
     """One connection, reopened when it is lost. Raises ConnectError if that fails."""
 
@@ -309,8 +301,8 @@ class PostgresConnection(Connection):
         self._plan_at = 10
         self._wrote = False
         """Whether this transaction has written."""
-        self._calls: list[_Call] = []
-        """What is sent with the next query."""
+        self._calls: list[tuple[bytes, Any, Sequence[int]]] = []
+        """What is sent with the next query: prepared statements, their parameters, and which of these are binary."""
         self._payload: str | None = None
         """What the commit notifies other servers of."""
         self._keys: dict[str, list[int]] = {}
@@ -328,9 +320,9 @@ class PostgresConnection(Connection):
     def _use(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
         connection.pgconn.nonblocking = 1
-        self._loader = Transformer(connection)
+        self._values = Transformer(connection)
         self._statements: dict[str, bytes] = {}
-        self._names = count()
+        """The names of those that are prepared."""
         self._backend = fetch_row(
             connection, "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
         )
@@ -362,8 +354,6 @@ class PostgresConnection(Connection):
         check_version(self._database.name, (found.get_value(0, 0) or b"").decode())
 
     def _forget(self) -> None:
-        for call in self._calls:
-            self._statements.pop(call.sql, None)
         self._calls.clear()
         self._payload = None
         self._new_rollouts.clear()
@@ -443,8 +433,8 @@ class PostgresConnection(Connection):
     def all(self, sql: str, *values: Any) -> list[Any]:
         self._queue(sql, values)
         result = self._exchange()
-        self._loader.set_pgresult(result)
-        return self._loader.load_rows(0, result.ntuples, tuple)
+        self._values.set_pgresult(result)
+        return self._values.load_rows(0, result.ntuples, tuple)
 
     def run(self, sql: str, *values: Any) -> int:
         self._wrote = True
@@ -464,38 +454,27 @@ class PostgresConnection(Connection):
             self._exchange()
         name = self._statements.get(sql)
         if name is None:
-            name = self._statements[sql] = b"agl_%d" % next(self._names)
-            self._calls.append(_Call(name, [], [], sql))
-        formats = [int(type(value) is bytes) for value in values]
-        self._calls.append(_Call(name, list(map(encode, values)), formats))
+            name = b"agl_%d" % len(self._statements)
+            _check(self._connection.pgconn.prepare(name, _translated(sql)))
+            self._statements[sql] = name
+        wanted = [PyFormat.BINARY if type(value) is bytes else PyFormat.TEXT for value in values]
+        self._calls.append((name, self._values.dump_sequence(values, wanted), self._values.formats or ()))
 
     def _exchange(self) -> pq.abc.PGresult:
         """Send what is queued; returns the last result. Bypasses psycopg's cursor, which costs more CPU."""
         calls, self._calls = self._calls, []
         pgconn = self._connection.pgconn
         if len(calls) == 1:
-            (call,) = calls
-            return _check(pgconn.exec_prepared(call.name, cast("Any", call.values), call.formats, 1))
-        results: list[pq.abc.PGresult] = []
+            return _check(pgconn.exec_prepared(*calls[0], 1))
         try:
             pgconn.enter_pipeline_mode()
             for call in calls:
-                if call.sql:
-                    pgconn.send_prepare(call.name, _translated(call.sql))
-                else:
-                    pgconn.send_query_prepared(call.name, cast("Any", call.values), call.formats, 1)
+                pgconn.send_query_prepared(*call, 1)
             pgconn.pipeline_sync()
-            _read_pipeline(pgconn, results)
-            for result in results:
-                _check(result)
-        except BaseException:
-            for call in calls[len([each for each in results if each.status in _DONE]) :]:
-                self._statements.pop(call.sql, None)  # it was not prepared
-            raise
+            return waiting.wait(_read_pipeline(pgconn), pgconn.socket, WAIT_SECONDS)
         finally:
             with contextlib.suppress(psycopg.Error):  # the connection is lost
                 pgconn.exit_pipeline_mode()
-        return results[-1]
 
     def new_key(self, table: str, expected: int) -> int:
         keys = self._keys.get(table)
@@ -545,48 +524,27 @@ class PostgresConnection(Connection):
             self._connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.Identifier(name)))
 
 
-def _read_pipeline(pgconn: pq.abc.PGconn, results: list[pq.abc.PGresult]) -> None:
-    """Send what is left, and read the results up to the end of the pipeline, without holding the interpreter lock while
-    waiting. Raises OperationalError if the connection is lost before."""
-    ended, unsent = False, bool(pgconn.flush())
-    with selectors.DefaultSelector() as selector:
-        selector.register(pgconn.socket, selectors.EVENT_READ)
-        while True:
-            if unsent or pgconn.is_busy():
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
-                selector.modify(pgconn.socket, wanted)
-                selector.select()
-                pgconn.consume_input()
-                unsent = unsent and bool(pgconn.flush())
-                continue
-            result = pgconn.get_result()
-            if result is not None and result.status == pq.ExecStatus.PIPELINE_SYNC:
-                return
-            if result is not None:
-                results.append(result)
-            elif ended:  # once after each result; twice, and nothing more will come
-                for each in results:
-                    _check(each)
-                raise psycopg.OperationalError(pgconn.get_error_message())
-            ended = result is None
-
-
-_DONE: Final = (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK)
+def _read_pipeline(pgconn: pq.abc.PGconn) -> Generator[Any, Any, pq.abc.PGresult]:
+    """Send what is left, and read the results up to the end of the pipeline; the last one before that. Raises the error
+    of the first that failed."""
+    yield from generators.send(pgconn)
+    results: list[pq.abc.PGresult] = []
+    while not results or results[-1].status != pq.ExecStatus.PIPELINE_SYNC:
+        found = yield from generators.fetch_many(pgconn)
+        if not found:  # and nothing more will come
+            for each in results:
+                _check(each)
+            raise psycopg.OperationalError(pgconn.get_error_message())
+        results += found
+    return [_check(each) for each in results[:-1]][-1]
 
 
 def _check(result: pq.abc.PGresult) -> pq.abc.PGresult:
     """Raises what psycopg would raise."""
-    if result.status in _DONE:
+    if result.status in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
         return result
-    code = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
-    text = result.get_error_message()
-    if not code:  # libpq's own: the connection is gone
-        raise psycopg.OperationalError(text)
-    try:
-        kind = psycopg.errors.lookup(code)
-    except KeyError:
-        kind = psycopg.DatabaseError
-    raise kind(text)
+    error = psycopg.errors.error_from_result(result)
+    raise error if error.sqlstate else psycopg.OperationalError(str(error))  # libpq's own: the connection is gone
 
 
 def fetch_value(connection: psycopg.Connection[Any], query: str, *values: Any) -> Any:
@@ -597,45 +555,6 @@ def fetch_row(connection: psycopg.Connection[Any], query: str, *values: Any) -> 
     row = connection.execute(query.encode(), values).fetchone()
     assert row is not None
     return row
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
-def encode(value: Any) -> bytes | None:
-    """A value as a parameter of libpq: bytes unchanged, everything else as text."""
-    return _ENCODERS.get(type(value), _encode_subclass)(value)
-
-
-def _encode_subclass(value: Any) -> bytes | None:
-    return next((each for kind, each in _ENCODERS.items() if isinstance(value, kind)), bytes)(value)
-
-
-def _text(value: str) -> bytes:
-    text = str.encode(value)
-    if b"\0" in text:  # libpq would truncate it there
-        raise psycopg.DataError(f"PostgreSQL keeps no text with a NUL in it: {value[:80]!r}")
-    return text
-
-
-def _array(values: list[Any]) -> bytes:
-    """Of texts or of numbers."""
-    return b"{" + b",".join([_quoted(each) if isinstance(each, str) else encode(each) or b"" for each in values]) + b"}"
-
-
-def _quoted(value: str) -> bytes:
-    return b'"' + _text(value).replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
-
-
-_ENCODERS: Final[Mapping[type, Callable[[Any], bytes | None]]] = {
-    type(None): dict[None, bytes]().get,
-    bytes: bytes,
-    str: _text,
-    int: b"%d".__mod__,
-    float: lambda value: float.__repr__(value).encode(),
-    list: _array,
-}
-"""By type. Numbers are written as int and float are, as the repr of an enumeration differs."""
 
 
 # -- the database ------------------------------------------------------------------------------------------------------

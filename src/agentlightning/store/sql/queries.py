@@ -15,19 +15,7 @@ from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.rollouts import ROLLOUT_TRANSITIONS, WAITING, Attempt, Rollout
 from agentlightning.store import validation
-from agentlightning.store.sql import mapping
-from agentlightning.store.sql.schema import (
-    ATTEMPT,
-    IS_OPEN,
-    OPEN,
-    RESOURCES,
-    ROLLOUT,
-    WORKER,
-    AttemptColumns,
-    RolloutColumns,
-    WorkerColumns,
-    select,
-)
+from agentlightning.store.sql import mapping, schema
 from agentlightning.store.sql.tx import ATTEMPTS, OPEN_ATTEMPTS, SPANS, Connection
 from agentlightning.store.types import FilterLogic, Queue, SortOrder, Worker
 
@@ -132,8 +120,6 @@ class Filters:
     """Conditions with the value of each. Raises ConfigError for a value that is no filter."""
 
     def __init__(self, columns: Mapping[str, str], filter_logic: FilterLogic = "and", **given: Any) -> None:
-        if unknown := given.keys() - columns.keys():
-            raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
         self.any_of = check_logic(filter_logic)
         """Whether one of them is enough."""
         self.values: dict[str, Any] = {}
@@ -171,7 +157,7 @@ def _page(
 ) -> list[Any]:
     """The rows of one page of a list, each with its position as its last column. given: the filters."""
     filters, position = Filters(listing.filters, **given), listing.position
-    limit, offset = validation.check_cursor(after, limit, offset)
+    limit, offset = validation.check_page(limit, offset, after)
     order = Order.of(listing.kind, sort_by, sort_order, after)
     bounds: dict[str, int] = {}
     if listing.kind == "rollouts":
@@ -198,7 +184,7 @@ def _page(
 
 _ROLLOUTS: Final = Listing(
     "rollouts",
-    f"SELECT {select('r', ROLLOUT)}, {{}} FROM rollouts r",
+    f"SELECT {schema.select('r', schema.ROLLOUT)}, {{}} FROM rollouts r",
     "r.key",
     "r.rollout_id",
     {
@@ -214,7 +200,7 @@ _ROLLOUTS: Final = Listing(
 def rollouts(connection: Connection, *, newest_first: bool = False, **given: Any) -> list[Rollout]:
     if newest_first and given.get("sort_by") is None:
         given["sort_order"] = "desc"
-    return [mapping.to_rollout(RolloutColumns(*row[:-1])) for row in _page(connection, _ROLLOUTS, **given)]
+    return [mapping.to_rollout(schema.RolloutColumns(*row[:-1])) for row in _page(connection, _ROLLOUTS, **given)]
 
 
 def count_rollouts(connection: Connection, **given: Any) -> int:
@@ -235,17 +221,16 @@ def _check_known(connection: Connection, rollout_ids: list[str]) -> None:
             raise NotFoundError(f"no rollout {rollout_id!r} in this store")
 
 
-_ROLLOUT: Final = f"SELECT {select('r', ROLLOUT)} FROM rollouts r WHERE r.rollout_id = ?"
+_ROLLOUT: Final = f"SELECT {schema.select('r', schema.ROLLOUT)} FROM rollouts r WHERE r.rollout_id = ?"
 
 
 def rollout(connection: Connection, rollout_id: str) -> Rollout | None:
-    validation.check_text(rollout_id, "rollout_id")
     rows = connection.all(_ROLLOUT, rollout_id)
-    return mapping.to_rollout(RolloutColumns(*rows[0])) if rows else None
+    return mapping.to_rollout(schema.RolloutColumns(*rows[0])) if rows else None
 
 
 _FINISHED_AMONG: Final = (
-    f"SELECT {select('r', ROLLOUT)} FROM rollouts r "
+    f"SELECT {schema.select('r', schema.ROLLOUT)} FROM rollouts r "
     "WHERE r.rollout_id = ANY (?) AND coalesce(r.status, '') IN ('succeeded', 'failed', 'cancelled')"
 )
 """`coalesce` keeps SQLite from the index of the status, in which it would read every rollout that has finished."""
@@ -253,7 +238,7 @@ _FINISHED_AMONG: Final = (
 
 def finished(connection: Connection, rollout_ids: list[str]) -> list[Rollout]:
     """Those of these rollouts that have finished, in the same order. Raises NotFoundError for an unknown one."""
-    rows = {row[1]: RolloutColumns(*row) for row in connection.all(_FINISHED_AMONG, rollout_ids)}
+    rows = {row[1]: schema.RolloutColumns(*row) for row in connection.all(_FINISHED_AMONG, rollout_ids)}
     if len(rows) < len(rollout_ids):
         _check_known(connection, rollout_ids)
     return [mapping.to_rollout(rows[rollout_id]) for rollout_id in rollout_ids if rollout_id in rows]
@@ -263,7 +248,7 @@ def finished(connection: Connection, rollout_ids: list[str]) -> list[Rollout]:
 
 _ATTEMPTS: Final = Listing(
     "attempts",
-    f"SELECT {select('a', ATTEMPT)}, r.rollout_id, a.sequence_id "
+    f"SELECT {schema.select('a', schema.ATTEMPT)}, r.rollout_id, a.sequence_id "
     "FROM rollouts r JOIN attempts a ON a.rollout_key = r.key",
     "a.sequence_id",
     "a.attempt_id",
@@ -277,7 +262,7 @@ def _attempts(connection: Connection, condition: str, *values: Any) -> list[Atte
 
 
 def _to_attempts(rows: list[Any]) -> list[Attempt]:
-    return [mapping.to_attempt(AttemptColumns(*row[:-2]), row[-2]) for row in rows]
+    return [mapping.to_attempt(schema.AttemptColumns(*row[:-2]), row[-2]) for row in rows]
 
 
 def attempts(connection: Connection, rollout_id: str, **given: Any) -> list[Attempt]:
@@ -301,9 +286,6 @@ _KEYS_OF: Final = (
 
 def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None) -> list[AttemptKey]:
     """All attempts of a rollout, one, or the "latest"."""
-    if attempt_id is not None:
-        validation.check_text(attempt_id, "attempt_id")
-    validation.check_text(rollout_id, "rollout_id")
     found = [AttemptKey(*row) for row in connection.all(_KEYS_OF, rollout_id)]
     if not found:
         _check_known(connection, [rollout_id])
@@ -318,13 +300,11 @@ def attempts_of(connection: Connection, rollout_id: str, attempt_id: str | None)
 
 
 def attempt(connection: Connection, attempt_id: str) -> Attempt | None:
-    validation.check_text(attempt_id, "attempt_id")
     found = _attempts(connection, "a.attempt_id = ?", attempt_id)
     return found[0] if found else None
 
 
 def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
-    validation.check_text(rollout_id, "rollout_id")
     found = _attempts(connection, f"r.rollout_id = ? {_LATEST}", rollout_id)
     if not found:
         _check_known(connection, [rollout_id])
@@ -332,15 +312,14 @@ def latest_attempt(connection: Connection, rollout_id: str) -> Attempt | None:
 
 
 def latest_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[Attempt]:
-    ids = validation.check_texts(rollout_ids, "rollout_ids")
-    return _attempts(connection, f"r.rollout_id = ANY (?) {_LATEST}", ids)
+    return _attempts(connection, f"r.rollout_id = ANY (?) {_LATEST}", rollout_ids)
 
 
 # -- resources -------------------------------------------------------------------------------------------------------
 
 _RESOURCES: Final = Listing(
     "resources",
-    f"SELECT {select('s', RESOURCES)}, s.key FROM resources s",
+    f"SELECT {schema.select('s', schema.RESOURCES)}, s.key FROM resources s",
     "s.key",
     "s.resources_id",
     {"resources_id": "s.resources_id", "resources_id_contains": "s.resources_id"},
@@ -355,7 +334,6 @@ def find_resources(connection: Connection, resources_id: str) -> Any:
 
 
 def resources(connection: Connection, resources_id: str) -> ResourcesUpdate | None:
-    validation.check_text(resources_id, "resources_id")
     row = find_resources(connection, resources_id)
     return None if row is None else mapping.to_resources(row)
 
@@ -381,12 +359,12 @@ def resources_page(connection: Connection, *, limit: int = -1, offset: int = 0, 
 
 # -- workers and queues ----------------------------------------------------------------------------------------------
 
-_OPEN_OF: Final = f"FROM attempts a WHERE a.{IS_OPEN} AND a.worker_id = w.worker_id AND a.superseded = 0"
+_OPEN_OF: Final = f"FROM attempts a WHERE a.{schema.IS_OPEN} AND a.worker_id = w.worker_id AND a.superseded = 0"
 _STATUS: Final = f"CASE WHEN w.lost <> 0 THEN 'lost' WHEN EXISTS (SELECT 1 {_OPEN_OF}) THEN 'busy' ELSE 'idle' END"
 _NEWEST: Final = f"{_OPEN_OF} ORDER BY a.key DESC LIMIT 1"
 _WORKERS: Final = Listing(
     "workers",
-    f"SELECT {select('w', WORKER)}, w.key FROM workers w",
+    f"SELECT {schema.select('w', schema.WORKER)}, w.key FROM workers w",
     "w.key",
     "w.worker_id",
     {"status_in": _STATUS, "worker_id_contains": "w.worker_id"},
@@ -400,7 +378,6 @@ _WORKERS: Final = Listing(
 
 
 def worker(connection: Connection, worker_id: str) -> Worker | None:
-    validation.check_text(worker_id, "worker_id")
     rows = connection.all(f"{_WORKERS.source} WHERE w.worker_id = ?", worker_id)
     return _with_open_attempts(connection, rows)[0] if rows else None
 
@@ -414,11 +391,11 @@ def _with_open_attempts(connection: Connection, rows: list[Any]) -> list[Worker]
     found = connection.all(OPEN_ATTEMPTS, ids) if ids else []
     newest = {worker_id: (rollout_id, attempt_id) for worker_id, rollout_id, attempt_id in found}
     counts = Counter(worker_id for worker_id, _, _ in found)
-    return [mapping.to_worker(WorkerColumns(*row[:-1]), newest.get(row[0]), counts[row[0]]) for row in rows]
+    return [mapping.to_worker(schema.WorkerColumns(*row[:-1]), newest.get(row[0]), counts[row[0]]) for row in rows]
 
 
 def queues(connection: Connection) -> list[Queue]:
-    waiting, unfinished = _totals_by_queue(connection, WAITING), _totals_by_queue(connection, OPEN)
+    waiting, unfinished = _totals_by_queue(connection, WAITING), _totals_by_queue(connection, schema.OPEN)
     rows = connection.all("SELECT name, max_open FROM queues ORDER BY name")
     return [Queue(name, limit, waiting.get(name, 0), unfinished.get(name, 0)) for name, limit in rows]
 

@@ -295,13 +295,6 @@ def start_attempt(
 # -- claims ----------------------------------------------------------------------------------------------------------
 
 
-def check_claimer(worker_id: str | None, claim_id: str | None) -> None:
-    if worker_id is not None:
-        validation.check_text(worker_id, "worker_id")
-    if claim_id is not None:
-        validation.check_text(claim_id, "claim_id")
-
-
 def claim(tx: Tx, rollout: RolloutRow, worker_id: str | None, attempt_id: str | None = None) -> AttemptRow:
     """Start the next attempt of a rollout."""
     allowed = ROLLOUT_TRANSITIONS[rollout.status]
@@ -376,12 +369,10 @@ class ClaimRollouts(Command):
         queues: Sequence[str] | None = None,
         claim_id: str | None = None,
     ) -> None:
-        check_claimer(worker_id, claim_id)
         if limit < 0:
             raise ConfigError(f"limit={limit} is negative; use 0 or more")
         super().__init__(name, self._claim, (), given(worker_id), given(first_of_claim(claim_id)))
-        names = None if queues is None else validation.check_texts(queues, "queues")
-        self.queues: QueueNames = None if names is None else tuple(dict.fromkeys(names))
+        self.queues: QueueNames = None if queues is None else tuple(dict.fromkeys(queues))
         self.limit, self._claims, self._worker_id, self._claim_id = limit, claims, worker_id, claim_id
         self._answer_counts: list[int] = []
         """For each attempt of the result: how often its claim had been answered by then."""

@@ -97,7 +97,13 @@ class SqliteDatabase(Database):
         return SqliteConnection(connection, self.path, observer)
 
     def explain(self, error: Exception) -> StoreError:
-        return _explain(error, self.path)
+        where, code = "the in-memory store" if self.path is None else str(self.path), _code(error)
+        if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(self.path) < SCARCE_BYTES):
+            return StoreFullError(
+                f"the disk is full: {where} could not be written ({_free_bytes(self.path) / 1e6:.1f} MB free); nothing "
+                "of this call was stored; free some space and call again"
+            )
+        return StoreError(f"{where}: {error}; {_ADVICE.get(code, _UNEXPECTED).format(where)}")
 
     def is_fatal(self, error: BaseException) -> bool:
         """Whether the database may have rolled back the whole transaction, not only the statement."""
@@ -444,18 +450,6 @@ _ADVICE: Final = {
 def _code(error: Exception) -> int:
     """The primary result code: the low byte of the extended one."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-def _explain(error: Exception, path: Path | None) -> StoreError:
-    """The error to raise instead of `error`."""
-    where = str(path) if path is not None else "the in-memory store"
-    code = _code(error)
-    if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _free_bytes(path) < SCARCE_BYTES):
-        return StoreFullError(
-            f"the disk is full: {where} could not be written ({_free_bytes(path) / 1e6:.1f} MB free); nothing of this "
-            "call was stored; free some space and call again"
-        )
-    return StoreError(f"{where}: {error}; {_ADVICE.get(code, _UNEXPECTED).format(where)}")
 
 
 def _free_bytes(path: Path | None) -> float:

@@ -7,7 +7,6 @@ spans packed, in the caller's event loop. What only reads is a function of a con
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import threading
 import time
@@ -29,7 +28,7 @@ from agentlightning.rollouts import (
 )
 from agentlightning.span import Span
 from agentlightning.store import durability, idempotency, validation
-from agentlightning.store.base import LightningStoreBase, count_positional, implement, store_url
+from agentlightning.store.base import LightningStoreBase, binder, implement, parameters_of, store_url
 from agentlightning.store.clock import Clock
 from agentlightning.store.ids import first_of_claim
 from agentlightning.store.sql import admin, mapping, queries
@@ -37,7 +36,7 @@ from agentlightning.store.sql import rollouts as rollout_commands
 from agentlightning.store.sql import spans as span_commands
 from agentlightning.store.sql.admin import DELETE_BATCH, Excess, RolloutSize
 from agentlightning.store.sql.committer import CommandObserver, Committer, DatabaseThread
-from agentlightning.store.sql.rollouts import ClaimRollouts, check_claimer
+from agentlightning.store.sql.rollouts import ClaimRollouts
 from agentlightning.store.sql.spans import SpanWriteResult, group_by_attempt
 from agentlightning.store.sql.sqlite import SqliteDatabase, locate
 from agentlightning.store.sql.tx import Connection, Database, Tx, explained
@@ -296,15 +295,72 @@ def _size(spans: Sequence[Span]) -> int:
     return size
 
 
-def _check_positions(name: str, arguments: Sequence[Any]) -> None:
-    if len(arguments) > (most := count_positional(name)):
-        raise TypeError(f"{name} takes {most} arguments by position, not {len(arguments)}; name the others")
+Check = Callable[[Any, str], Any]
+"""Of an argument and its name: returns what is stored or looked for, or raises ConfigError."""
+
+
+def _arguments(name: str) -> Callable[..., dict[str, Any]]:
+    """Gives the arguments of a call their names, and checks them. What is left at its default is left out."""
+    bind, checks = binder(name), {**_CHECKS, **_OWN_CHECKS.get(name, {})}
+    defaults = {each.name: each.default for each in parameters_of(name).values()}
+
+    def read(*arguments: Any, **options: Any) -> dict[str, Any]:
+        return {
+            each: checks[each](value, each) if each in checks else value
+            for each, value in bind(*arguments, **options).items()
+            if value is not defaults[each]
+        }
+
+    return read
+
+
+def _check_lease(value: Any, name: str) -> float:
+    if validation.check_time(value, name) <= 0:
+        raise ConfigError(f"{name}={value} is not positive; use more than 0")
+    return value
+
+
+def _optional_text(value: Any, name: str) -> str | None:
+    return None if value is None else validation.check_text(value, name)
+
+
+_CHECKS: Final[Mapping[str, Check]] = {
+    **dict.fromkeys(("rollout_id", "attempt_id", "worker_id", "claim_id", "resources_id"), validation.check_text),
+    **dict.fromkeys(("rollout_ids", "queues"), validation.check_texts),
+    "reason": lambda value, name: validation.to_json(value, name) and value,
+    "input": validation.to_json,
+    "mode": _optional_text,
+    "config": lambda value, _: mapping.config_text(value),
+    "metadata": validation.dict_to_json,
+    "stats": validation.dict_to_json,
+    "last_heartbeat_time": validation.check_time,
+    "lease_seconds": _check_lease,
+    "resources": lambda value, _: mapping.dump_resources(value),
+}
+"""By argument: its check. What is left at its default is not passed."""
+_OWN_CHECKS: Final[Mapping[str, Mapping[str, Check]]] = {
+    "update_rollout": {
+        "resources_id": _optional_text,
+        "status": lambda value, _: validation.check_status(value, ROLLOUT_TRANSITIONS),
+    },
+    "update_attempt": {
+        "status": lambda value, _: validation.check_status(value, ATTEMPT_TRANSITIONS),
+        "metadata": lambda value, name: validation.dict_to_json(value, name) and value,
+    },
+    "add_resources": {"resources_id": validation.check_new_id},
+    "update_resources": {"resources_id": validation.check_new_id},
+}
+"""By method: where it checks otherwise."""
+
+# -- reads -------------------------------------------------------------------------------------------------------------
 
 
 def _reader(name: str, query: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
+    arguments_of = _arguments(name)
+
     async def read(self: SqlStore, *arguments: Any, **options: Any) -> T:
-        _check_positions(name, arguments)
-        return await self.read(name, lambda connection: query(connection, *arguments, **options))
+        values = arguments_of(*arguments, **options)
+        return await self.read(name, lambda connection: query(connection, **values))
 
     return read
 
@@ -336,6 +392,9 @@ YIELD_READS: Final = 64
 """So many reads that nothing waits for are followed by others of the event loop, even if one task makes them all."""
 
 
+_read_spans: Final = _reader("query_spans", span_commands.query)
+
+
 async def _query_spans(store: SqlStore, rollout_id: str, attempt_id: str | None = None, **options: Any) -> list[Span]:
     if not options and isinstance(rollout_id, str):
         store.writer.check_open()
@@ -343,24 +402,23 @@ async def _query_spans(store: SqlStore, rollout_id: str, attempt_id: str | None 
             if next(_recent_reads) % YIELD_READS == 0:
                 await asyncio.sleep(0)
             return found
-    return await store.read("query_spans", lambda db: span_commands.query(db, rollout_id, attempt_id, **options))
+    return await _read_spans(store, rollout_id, attempt_id, **options)
 
 
 # -- new rollouts -----------------------------------------------------------------------------------------------------
 
-_BIND_START: Final = inspect.signature(LightningStoreBase.start_rollout).bind
+_bind_enqueued: Final = binder("enqueue_rollout")
+_bind_started: Final = binder("start_rollout")
 
 
 async def _enqueue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> Rollout:
-    _check_positions("enqueue_rollout", arguments)
-    request = EnqueueRolloutRequest(*arguments, **options)
+    request = EnqueueRolloutRequest(**_bind_enqueued(*arguments, **options))
     return await store.enqueue("enqueue_rollout", [request], itemgetter(0))
 
 
-async def _start_rollout(*arguments: Any, **options: Any) -> AttemptedRollout:
-    fields = _BIND_START(*arguments, **options).arguments
-    store, worker_id, claim_id = fields.pop("self"), fields.pop("worker_id", None), fields.pop("claim_id", None)
-    check_claimer(worker_id, claim_id)
+async def _start_rollout(store: SqlStore, *arguments: Any, **options: Any) -> AttemptedRollout:
+    fields = _bind_started(*arguments, **options)
+    worker_id, claim_id = [_optional_text(fields.pop(name, None), name) for name in ("worker_id", "claim_id")]
     request = EnqueueRolloutRequest(**fields)
     new, has_id = mapping.new_rollout(request, store.clock.wall()), request.rollout_id is not None
     command = Command(
@@ -374,31 +432,27 @@ async def _start_rollout(*arguments: Any, **options: Any) -> AttemptedRollout:
     return await store.write(command)
 
 
+_claimed: Final = _arguments("dequeue_rollout")
+_many_claimed: Final = _arguments("dequeue_many_rollouts")
+
+
 async def _dequeue_rollout(store: SqlStore, *arguments: Any, **options: Any) -> AttemptedRollout | None:
-    claimed = await store.claim("dequeue_rollout", 1, *arguments, **options)
+    claimed = await store.claim("dequeue_rollout", **_claimed(*arguments, **options))
     return claimed[0] if claimed else None
 
 
 async def _dequeue_many_rollouts(store: SqlStore, *arguments: Any, **options: Any) -> list[AttemptedRollout]:
-    return await store.claim("dequeue_many_rollouts", *arguments, **options)
+    return await store.claim("dequeue_many_rollouts", **_many_claimed(*arguments, **options))
 
 
 # -- writes ------------------------------------------------------------------------------------------------------------
 
-Check = Callable[[Any, str], Any]
-"""Of an argument and its name: returns what is stored, or raises ConfigError."""
-
 
 def _writer(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    _, *parameters = inspect.signature(getattr(LightningStoreBase, name)).parameters.values()
-    defaults, checks = {each.name: each.default for each in parameters}, {**_CHECKS, **_OWN_CHECKS.get(name, {})}
+    arguments_of = _arguments(name)
 
     async def write(self: SqlStore, *arguments: Any, **options: Any) -> Any:
-        _check_positions(name, arguments)
-        options.update(zip(defaults, arguments, strict=False))
-        if options.keys() - defaults.keys():
-            raise TypeError(f"{name} takes {', '.join(defaults)}; it got {', '.join(map(str, [*arguments, *options]))}")
-        values = {each: checks[each](value, each) for each, value in options.items() if value is not defaults[each]}
+        values = arguments_of(*arguments, **options)
         command = Command(
             name,
             lambda tx: run(tx, **values),
@@ -411,43 +465,6 @@ def _writer(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
-def _check_lease(value: Any, name: str) -> float:
-    if validation.check_time(value, name) <= 0:
-        raise ConfigError(f"{name}={value} is not positive; use more than 0")
-    return value
-
-
-def _optional_text(value: Any, name: str) -> str | None:
-    return None if value is None else validation.check_text(value, name)
-
-
-_CHECKS: Final[Mapping[str, Check]] = {
-    **dict.fromkeys(("rollout_id", "attempt_id", "worker_id", "claim_id", "resources_id"), validation.check_text),
-    "rollout_ids": validation.check_texts,
-    "reason": lambda value, name: validation.to_json(value, name) and value,
-    "input": validation.to_json,
-    "mode": _optional_text,
-    "config": lambda value, _: mapping.config_text(value),
-    "metadata": validation.dict_to_json,
-    "stats": validation.dict_to_json,
-    "last_heartbeat_time": validation.check_time,
-    "lease_seconds": _check_lease,
-    "resources": lambda value, _: mapping.dump_resources(value),
-}
-"""By argument: its check. What is left at its default is not passed."""
-_OWN_CHECKS: Final[Mapping[str, Mapping[str, Check]]] = {
-    "update_rollout": {
-        "resources_id": _optional_text,
-        "status": lambda value, _: validation.check_status(value, ROLLOUT_TRANSITIONS),
-    },
-    "update_attempt": {
-        "status": lambda value, _: validation.check_status(value, ATTEMPT_TRANSITIONS),
-        "metadata": lambda value, name: validation.dict_to_json(value, name) and value,
-    },
-    "add_resources": {"resources_id": validation.check_new_id},
-    "update_resources": {"resources_id": validation.check_new_id},
-}
-"""By method: where it checks otherwise."""
 _WRITES: Final[Mapping[str, Callable[..., Any]]] = {
     "start_attempt": rollout_commands.start_attempt,
     "requeue_rollout": rollout_commands.requeue,

@@ -42,15 +42,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.span import KEPT_SETS, TOKEN_ATTRIBUTES, TOP_LOGPROBS, Span, SpanEvent
 from agentlightning.tracing import conventions
 from agentlightning.tracing.agent_spans import number
-from agentlightning.tracing.conventions import (
-    LINKS,
-    SCOPE_NAME,
-    SCOPE_VERSION,
-    SPAN_KIND,
-    TRACE_STATE,
-    add_extra_fields,
-    links_of,
-)
 from agentlightning.util.json_values import Json, dumps, loads
 
 SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
@@ -134,7 +125,7 @@ def _read_span(span: trace_pb2.Span, scope: tuple[str, str], resource: Json, now
         ]
     )
     kind = KINDS[span.kind] if 2 <= span.kind < len(KINDS) else ""
-    add_extra_fields(attributes, scope, kind, span.trace_state, list(map(_read_link, span.links)))
+    conventions.add_extra_fields(attributes, scope, kind, span.trace_state, list(map(_read_link, span.links)))
     code, message = "UNSET", None
     if 0 < span.status.code < len(STATUS):
         code, message = STATUS[span.status.code], span.status.message or None
@@ -182,9 +173,8 @@ def _read_value(value: AnyValue, depth: int) -> Any:
 
 
 def _read_link(link: trace_pb2.Span.Link) -> Json:
-    ids = {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex()}
-    state = {"trace_state": link.trace_state} if link.trace_state else {}
-    return {**ids, "attributes": _read_attributes(link.attributes), **state}
+    attributes = _read_attributes(link.attributes)
+    return conventions.link(link.trace_id.hex(), link.span_id.hex(), attributes, link.trace_state)
 
 
 # -- text that is not Unicode: an emoji that was cut in half, say. It is replaced, and nothing else is lost ------------
@@ -291,7 +281,14 @@ def rejected_spans(answer: bytes) -> tuple[int, str] | None:
 # -- encoding ----------------------------------------------------------------------------------------------------------
 
 SERVICE: Final = "agentlightning"
-_OWN_FIELDS: Final = (SPAN_KIND, LINKS, SCOPE_NAME, SCOPE_VERSION, TRACE_STATE, SEQUENCE_ID)
+_OWN_FIELDS: Final = (
+    conventions.SPAN_KIND,
+    conventions.LINKS,
+    conventions.SCOPE_NAME,
+    conventions.SCOPE_VERSION,
+    conventions.TRACE_STATE,
+    SEQUENCE_ID,
+)
 """Attributes that OTLP has fields for, or that are written separately."""
 _OMITTED: Final = frozenset((*_OWN_FIELDS, *TOKEN_ATTRIBUTES, KEPT_SETS, TOP_LOGPROBS))
 _INT64: Final = 2**63
@@ -315,7 +312,10 @@ def encode(spans: Iterable[Span]) -> ExportTraceServiceRequest:
             }
             groups[key] = request.resource_spans.add(resource=Resource(attributes=_pairs(resource))), {}
         group, scopes = groups[key]
-        scope = (str(span.attributes.get(SCOPE_NAME, SERVICE)), str(span.attributes.get(SCOPE_VERSION, "")))
+        scope = (
+            str(span.attributes.get(conventions.SCOPE_NAME, SERVICE)),
+            str(span.attributes.get(conventions.SCOPE_VERSION, "")),
+        )
         if scope not in scopes:
             name, version = scope
             scopes[scope] = group.scope_spans.add(scope=InstrumentationScope(name=name, version=version))
@@ -324,7 +324,7 @@ def encode(spans: Iterable[Span]) -> ExportTraceServiceRequest:
 
 
 def _add_span(target: trace_pb2.ScopeSpans, span: Span) -> None:
-    attributes, kind = span.attributes, span.attributes.get(SPAN_KIND)
+    attributes, kind = span.attributes, span.attributes.get(conventions.SPAN_KIND)
     own = {key: value for key, value in attributes.items() if key not in _OMITTED}
     if span.sequence_id:
         own[SEQUENCE_ID] = span.sequence_id
@@ -336,7 +336,7 @@ def _add_span(target: trace_pb2.ScopeSpans, span: Span) -> None:
         start_time_unix_nano=_nanoseconds(span.start_time),
         end_time_unix_nano=_nanoseconds(span.start_time if span.end_time is None else span.end_time),
         kind=cast("trace_pb2.Span.SpanKind.ValueType", KINDS.index(kind) if kind in KINDS else 1),
-        trace_state=str(attributes.get(TRACE_STATE, "")),
+        trace_state=str(attributes.get(conventions.TRACE_STATE, "")),
         attributes=_pairs(own),
     )
     if span.status_code != "UNSET" and span.status_code in STATUS:
@@ -345,7 +345,7 @@ def _add_span(target: trace_pb2.ScopeSpans, span: Span) -> None:
     for event in span.events:
         time = _nanoseconds(event.timestamp)
         put.events.add(name=event.name, time_unix_nano=time, attributes=_pairs(event.attributes))
-    for link in links_of(attributes):
+    for link in conventions.links_of(attributes):
         put.links.add(
             trace_id=_bytes(link["trace_id"], 16),
             span_id=_bytes(link["span_id"], 8),

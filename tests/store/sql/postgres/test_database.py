@@ -18,7 +18,7 @@ from tests.support.postgres import PostgresCluster
 from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError, StoreVersionError
 from agentlightning.store import LightningStore
 from agentlightning.store.clock import Clock
-from agentlightning.store.sql.postgres import TABLES, PostgresDatabase, PostgresSchema, encode
+from agentlightning.store.sql.postgres import TABLES, PostgresDatabase, PostgresSchema
 from agentlightning.store.sql.schema import SCHEMA_VERSION, Schema, migrate
 
 pytestmark = pytest.mark.integration
@@ -340,10 +340,6 @@ class Mode(enum.StrEnum):
     TRAIN = "train"
 
 
-class Priority(enum.IntEnum):
-    HIGH = 7
-
-
 class Name(str):
     """Of a library, such as numpy.str_."""
 
@@ -364,11 +360,19 @@ async def test_texts_and_numbers_may_be_of_a_subclass(postgres_store_url: str) -
     await store.close()
 
 
-def test_values_are_written_as_what_they_are_not_as_they_show_themselves() -> None:
+async def test_numbers_are_written_as_what_they_are_not_as_they_show_themselves(postgres_store_url: str) -> None:
     class Float(float):
         def __repr__(self) -> str:
             return f"np.float64({float(self)})"
 
-    assert encode(Float(1.5)) == b"1.5"
-    assert encode(True) == b"1"
-    assert encode([Priority.HIGH, Name('a"b')]) == b'{7,"a\\"b"}'
+    store = LightningStore(postgres_store_url)
+    claimed = await store.start_rollout("task")
+    ids = claimed.rollout_id, claimed.attempt.attempt_id
+    assert (await store.update_attempt(*ids, last_heartbeat_time=Float(1.5))).last_heartbeat_time == 1.5
+    found = await store.get_attempt(ids[1])
+    assert found is not None
+    assert found.last_heartbeat_time == 1.5
+    assert await store.query_rollouts(rollout_id_in=[ids[0], Name('a"b\\'), ""]) == [
+        await store.get_rollout_by_id(ids[0])
+    ]
+    await store.close()
