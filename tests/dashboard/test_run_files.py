@@ -119,7 +119,7 @@ SETTINGS = (
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_settings_that_were_edited_to_none_leave_the_run_in_the_list(files: RunFiles, settings: str) -> None:
     (files.path / "config.toml").write_text(settings)
-    found = summary("run", files)
+    found = summary(files)
     assert (found["state"], found["steps"]) == ("unfinished", None)
     record, _ = run_files.status_record(files)
     assert record["steps"] is None
@@ -130,4 +130,4 @@ def test_what_is_no_object_in_a_file_of_objects_is_left_out(files: RunFiles) -> 
     (files.path / "report.json").write_bytes(b"[]")
     assert files.metrics() == [{"step": 1, "reward": 0.5}]
     assert files.report() is None
-    assert summary("run", files)["rewards"] == [0.5]
+    assert summary(files)["rewards"] == [0.5]

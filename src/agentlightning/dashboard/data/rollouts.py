@@ -299,10 +299,8 @@ def _tools(spans: Sequence[Span], answered: Sequence[Span]) -> tuple[int, int]:
     own = [step for step in steps(spans) if step.kind == "tool"]
     if own:
         return len(own), sum(step.error is not None or tells_failure(step.result) for step in own)
-    longest: list[Any] = []
-    for span in answered:
-        found = tool_results(messages_of(span, names.INPUT_MESSAGES))
-        longest = found if len(found) > len(longest) else longest
+    seen = (tool_results(messages_of(span, names.INPUT_MESSAGES)) for span in answered)
+    longest = max(seen, key=len, default=[])
     return len(longest), sum(map(tells_failure, longest))
 
 
@@ -467,6 +465,7 @@ class AttemptIndex:
     def start_of(self, place: int, context: int) -> tuple[str | None, int]:
         """Where to read a page from that begins at a place, with up to `context` calls before it that it may continue:
         the span to read after (None: from the first one), and the number of spans from there to the page."""
+        place = min(place, len(self.ids))
         number = bisect_left(self.calls, place)
         first = self.calls[max(0, number - context)] if number else place
         first = max(first, place - CONTEXT_SPANS)

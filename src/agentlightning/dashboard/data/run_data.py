@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from string import digits
 from typing import Any
@@ -268,8 +269,10 @@ MOST_IN_BATCH = 1024
 """Rollouts of a step over which credit is computed; with more, only the group itself is read."""
 MOST_CREDITS = 8
 """Steps whose credit is remembered."""
-NEWEST_ROLLOUTS = 200
-"""Those by which is judged whether ids tell groups."""
+MOST_NAMED = 20_000
+"""Rollouts whose ids may say that they are of a group."""
+MOST_NEAR = 2000
+"""Rollouts created before one, and after it, among which those of its group are where ids do not tell."""
 
 
 def files_of_run(name: str, files: RunFiles | None) -> RunFiles:
@@ -283,11 +286,8 @@ class RunData:
     """One run, or a store by itself, which has no files. `shares_store`: the store also has rollouts of others.
     `writable`: requests with the token may change the store."""
 
-    def __init__(
-        self, name: str, files: RunFiles | None, store: LightningStoreBase, shares_store: bool, writable: bool
-    ) -> None:
-        self.name, self.files, self.store = name, files, store
-        self.shares_store, self.writable = shares_store, writable
+    def __init__(self, files: RunFiles | None, store: LightningStoreBase, shares_store: bool, writable: bool) -> None:
+        self.files, self.store, self.shares_store, self.writable = files, store, shares_store, writable
         self.readers = 0
         """Requests that read it."""
         self.summaries = Summaries(store, self.weights, self._updates)
@@ -304,6 +304,10 @@ class RunData:
             yield
         finally:
             self.readers -= 1
+
+    @property
+    def name(self) -> str:
+        return STORE if self.files is None else self.files.name
 
     def run(self) -> RunFiles:
         """Raises as `files_of_run`."""
@@ -353,20 +357,19 @@ class RunData:
 
     async def group(self, rollout: Rollout) -> list[Rollout]:
         """The rollouts of the same group, itself included, in order of creation: by the group they name, else by the
-        same task; among the newest rollouts where ids do not tell groups."""
+        same task; among those created around it where ids do not tell groups."""
         key = _group_key(rollout)
-        if not key[0] or (found := await self.by_group_name(key[0])) is None:
-            found = (await self.store.query_rollouts(newest_first=True, limit=2000))[::-1]
+        found = await self.by_group_name(key[0]) if key[0] else None
+        if found is None:
+            near = partial(self.store.query_rollouts, after=rollout.rollout_id, limit=MOST_NEAR)
+            found = [*(await near(newest_first=True))[::-1], rollout, *await near()]
         own = [each for each in found if key[-1] and _group_key(each) == key]
         return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
 
     async def by_group_name(self, group: str) -> list[Rollout] | None:
         """Those whose ids say that they may be of a group, as those of training runs do: they contain its name without
-        the number at its end, which ids write with zeros. None: ids do not tell the group. Where those of the newest
-        rollouts do not, no id is searched for."""
-        if not any(map(_tells_group, await self.store.query_rollouts(newest_first=True, limit=NEWEST_ROLLOUTS))):
-            return None
-        found = await self.store.query_rollouts(rollout_id_contains=group.rstrip(digits), limit=20_000)
+        the number at its end, which ids write with zeros. None: ids do not tell the group."""
+        found = await self.store.query_rollouts(rollout_id_contains=group.rstrip(digits), limit=MOST_NAMED)
         return found if found and _tells_group(found[0]) else None
 
     async def facts(self, rollout: Rollout, rollout_ids: Sequence[str]) -> TokenFacts:
@@ -472,7 +475,7 @@ class Catalog:
         self._roots = [path.resolve() for path in roots]
         self._files: dict[Path, RunFiles] = {}
         self._data: dict[Any, RunData] = {}
-        """By name, files, and whether they have a database; the one asked for last comes last."""
+        """By files, and whether they have a database; the one asked for last comes last."""
 
     def sources(self) -> dict[str, RunFiles | None]:
         """The runs by name, which is that of the directory, and at the end a store by itself, which has no files."""
@@ -483,7 +486,8 @@ class Catalog:
             name, number = path.name, 2
             while name in found or name == STORE:
                 name, number = f"{path.name}-{number}", number + 1
-            found[name] = self._files.setdefault(path, RunFiles(path))
+            found[name] = files = self._files.setdefault(path, RunFiles(path))
+            files.name = name
         return found | ({STORE: None} if self._store is not None and self._own is None else {})
 
     def source(self, name: str) -> RunFiles | None:
@@ -501,11 +505,11 @@ class Catalog:
         idle = next((key for key in opened if not self._data[key].readers), None)
         if len(opened) > MOST_OPEN and idle is not None:
             await self._close(idle)
-        key = name, files, files is not None and (files.path / "store.db").exists()
+        key = files, files is not None and (files.path / "store.db").exists()
         known = self._data[key] = self._data.pop(key, None) or self._open(*key)
         return known
 
-    def _open(self, name: str, files: RunFiles | None, has_store: bool) -> RunData:
+    def _open(self, files: RunFiles | None, has_store: bool) -> RunData:
         store = self._store
         if files is not None and has_store and files.path != self._own:
             store = LightningStore(files.path / "store.db")
@@ -514,7 +518,7 @@ class Catalog:
                 f"the rollouts of {STORE if files is None else files.path} are in another store, which the run was"
                 " given; open that as well: agl dashboard DATABASE"
             )
-        return RunData(name, files, store, files is not None and not has_store, self.writable)
+        return RunData(files, store, files is not None and not has_store, self.writable)
 
     async def _close(self, key: Any) -> None:
         """Stop reading, and close the store if it was opened here."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import orjson
 
 from agentlightning.config import TrainConfig
-from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
+from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.evaluation.intervals import UNBOUNDED, Interval, mean_of_seeds, seed_difference
 from agentlightning.resources import prompts_in
 from agentlightning.training.governance import AUDIT_FILE, AuditRecord, audit_record, last_times
@@ -61,6 +61,8 @@ class RunFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.name = path.name
+        """Unless a catalog has another one of that name."""
         self._cache: dict[str, tuple[Signature, Any]] = {}
         self._lines: dict[str, _Lines] = {}
         self._history: tuple[list[StepRecord], list[SignHistory]] = [], []
@@ -328,26 +330,17 @@ def configurations(runs: Iterable[RunFiles]) -> list[Configuration]:
     return found
 
 
-def joined_runs(runs: Mapping[str, RunFiles]) -> list[Json]:
-    """Of the runs by name those that differ in the seed alone, with the gain that they measured and its interval over
-    seeds. One that cannot be read stands alone."""
-    names = {run.path: name for name, run in runs.items()}
+def joined_runs(runs: Iterable[RunFiles]) -> list[Json]:
+    """Those that differ in the seed alone, with the gain that they measured and its interval over seeds. Raises as
+    `configurations`."""
     return [
         {
-            "runs": [names[run.path] for run in each.runs.values()],
+            "runs": [run.name for run in each.runs.values()],
             "gain": _means(each, "gain", each.modes, bounds_of(each.rewards)[1]),
         }
-        for each in configurations(filter(_is_readable, runs.values()))
+        for each in configurations(runs)
         if len(each.runs) > 1
     ]
-
-
-def _is_readable(run: RunFiles) -> bool:
-    try:
-        run.state()
-    except ResumeError:
-        return False
-    return run.config() is not None
 
 
 def bounds_of(rewards: Sequence[float]) -> tuple[Interval, Interval]:

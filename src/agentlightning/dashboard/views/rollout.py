@@ -48,14 +48,14 @@ MOST_SPANS = 1000
 """Spans of one page, unless asked for otherwise, and at most."""
 PAGE_OF_CALLS = 20
 """Calls whose tokens are shown at once."""
-SPANS_OF_CALLS = 100
-"""Spans that are read at once to find calls."""
-MOST_SPANS_OF_CALLS = 2000
-"""Spans that are looked through for the calls of one page; it then has fewer."""
+FIRST_SPANS = 2000
+"""Spans that are looked through for the first calls of an attempt that is still being read; there may then be fewer."""
 CONTEXT = 10
 """Calls before a page that its first ones may continue."""
 SECONDS = 0.1
 """How long a page waits for the totals of its attempt; where they take longer, it asks again."""
+CHANGING = ("span_id", "counts", "reward", "error", "tool_results")
+"""What may have changed of calls before a page."""
 MOST_VALUE = 20_000
 """Characters of one attribute of a span."""
 NO_RATIOS = (
@@ -74,16 +74,18 @@ async def show_rollout(run: RunData, query: Query) -> Json:
     attempts = await run.store.query_attempts(rollout.rollout_id)
     wanted, by_id = query.text("attempt"), {each.attempt_id: each for each in attempts}
     own = _chosen(by_id, wanted, -1, f"attempt of {rollout.rollout_id!r}") if wanted or by_id else None
-    count = 0 if own is None else await run.store.count_spans(rollout.rollout_id, own.attempt_id)
+    key = rollout.rollout_id, "latest" if own is None else own.attempt_id
+    count = await run.store.count_spans(*key)
     states = [(each.attempt_id, each.status, each.end_time) for each in attempts]
     mark = mark_of(rollout.status, rollout.end_time, states, own and own.attempt_id, count)
     known = query.text("mark")
-    index = None if known == mark else await _index(run, own, count, SECONDS)
+    index = None if known == mark else await run.attempts.of(key, count, SECONDS)
     if index is None and known in (mark, f"{mark}-counting"):
         return {"mark": known, "unchanged": True}
     summary, density, is_current = await _totals(run, rollout, own, index)
     start, limit = query.integer("start", 0), query.integer("limit", PAGE_OF_SPANS, 0, MOST_SPANS)
-    spans, stream, context = await _spans(run, own, count, start, limit)
+    whole = await run.attempts.of(key, count) if start else index
+    spans, stream, before = await _read(run, key, whole, start, limit)
     last, seen = start + len(spans), index or AttemptIndex().add(spans)
     return {
         "mark": mark if is_current else f"{mark}-counting",
@@ -99,40 +101,22 @@ async def show_rollout(run: RunData, query: Query) -> Json:
         "density": density,
         "time": {"start": seen.start, "end": seen.end},
         "stream": stream,
-        "context": context,
+        "context": [{name: call[name] for name in CHANGING} for call in before],
         "step": await run.step_of(rollout),
         "writable": run.writable,
     }
 
 
-async def _spans(
-    run: RunData, attempt: Attempt | None, count: int, start: int, limit: int
+async def _read(
+    run: RunData, key: Key, index: AttemptIndex | None, start: int, limit: int, facts: TokenFacts | None = None
 ) -> tuple[list[Span], list[Json], list[Json]]:
-    """Some spans of an attempt, their model calls, and what may have changed of the calls before them."""
-    if attempt is None or (limit == 0 and start >= count):
-        return [], [], []
-    after, earlier = None, 0
-    if start:
-        index = await _index(run, attempt, count, None)
-        assert index is not None  # it is waited for
-        after, earlier = index.start_of(min(start, len(index.ids)), CONTEXT)
-    key, limit = (attempt.rollout_id, attempt.attempt_id), earlier + limit
-    found = await run.store.query_spans(*key, after=after, limit=limit, tokens=False)
-    calls = stream_of(found, TokenFacts(run.summaries.updates))
-    if after is not None:
-        for call in calls:  # whether it begins a thread is not known from here
-            call["starts"] = False
+    """Some spans of an attempt, their model calls, and calls before them which they may continue: the last one, or
+    without facts, which is without tokens, CONTEXT. `index`: None where they are the first ones."""
+    after, earlier = (None, 0) if index is None else index.start_of(start, 1 if facts else CONTEXT)
+    found = await run.store.query_spans(*key, after=after, limit=earlier + limit, tokens=facts is not None)
+    stream = stream_of(found, facts or TokenFacts(run.summaries.updates), after is None)
     before = sum(map(is_call, found[:earlier]))
-    changing = ("span_id", "counts", "reward", "error", "tool_results")
-    context = [{name: call[name] for name in changing} for call in calls[:before]]
-    return found[earlier:], calls[before:], context
-
-
-async def _index(run: RunData, attempt: Attempt | None, count: int, seconds: float | None) -> AttemptIndex | None:
-    """None: it is not complete yet."""
-    if attempt is None:
-        return AttemptIndex()
-    return await run.attempts.of((attempt.rollout_id, attempt.attempt_id), count, seconds)
+    return found[earlier:], stream[before:], stream[:before]
 
 
 async def _totals(
@@ -199,36 +183,16 @@ async def _calls(run: RunData, rollout: Rollout, facts: TokenFacts, first: int) 
     """Some calls of the latest attempt of a rollout, with their tokens; where those after them begin, if there are any;
     and how many there are, unless they are still being counted."""
     attempt = await run.store.get_latest_attempt(rollout.rollout_id)
-    key = rollout.rollout_id, "" if attempt is None else attempt.attempt_id
-    count = 0 if attempt is None else await run.store.count_spans(*key)
-    index = await _index(run, attempt, count, SECONDS if not first else None)
+    key = rollout.rollout_id, "latest" if attempt is None else attempt.attempt_id
+    count = await run.store.count_spans(*key)
+    whole = index = await run.attempts.of(key, count, None if first else SECONDS)
     if index is None:
-        skip, (spans, more) = 0, await _until_call(run, key, PAGE_OF_CALLS)
-    else:
-        place, end = (index.calls[n] if n < len(index.calls) else count for n in (first, first + PAGE_OF_CALLS))
-        start, earlier = index.start_of(place, 1)
-        limit, more = earlier + end - place, end < count
-        spans = await run.store.query_spans(*key, after=start, limit=limit) if limit else []
-        skip = sum(map(is_call, spans[:earlier]))
-    stream = stream_of(spans, facts)[skip:]
-    summary, _, _ = await _totals(run, rollout, attempt, index)
-    after = first + len(stream) if more else None
-    return {"summary": summary, "stream": stream, "next": after, "calls_total": index and len(index.calls)}
-
-
-async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], bool]:
-    """The first spans, up to the call that follows so many, which is left out; and whether there is one."""
-    found: list[Span] = []
-    while len(found) < MOST_SPANS_OF_CALLS:
-        after = found[-1].span_id if found else None
-        chunk = await run.store.query_spans(*key, after=after, limit=SPANS_OF_CALLS)
-        found += chunk
-        places = [place for place, span in enumerate(found) if is_call(span)]
-        if len(places) > calls:
-            return found[: places[calls]], True
-        if len(chunk) < SPANS_OF_CALLS:
-            return found, False
-    return found, True
+        index = AttemptIndex().add(await run.store.query_spans(*key, limit=FIRST_SPANS, tokens=False))
+    start, end = (index.calls[n] if n < len(index.calls) else len(index.ids) for n in (first, first + PAGE_OF_CALLS))
+    _, stream, _ = await _read(run, key, index, start, end - start, facts)
+    summary, _, _ = await _totals(run, rollout, attempt, whole)
+    after = first + len(stream) if end < count else None
+    return {"summary": summary, "stream": stream, "next": after, "calls_total": whole and len(whole.calls)}
 
 
 def _facts_json(run: RunData, facts: TokenFacts) -> Json:
@@ -313,12 +277,13 @@ MOST_SAMPLED = 40_000
 Tokens = list[int]
 
 
-def stream_of(spans: Sequence[Span], facts: TokenFacts) -> list[Json]:
+def stream_of(spans: Sequence[Span], facts: TokenFacts, whole: bool) -> list[Json]:
     """The model calls of one attempt, whose `spans` these are, in order, failed ones included, for the page.
 
     A request repeats the conversation so far. Shown is what it adds to the last call that it continues: one whose
-    messages it begins with. A call that continues none starts a thread, and is shown whole. The results of a call's
-    tools are in their spans, else in what the next request of its thread adds."""
+    messages it begins with. A call that continues none starts a thread, and is shown whole; of spans that are not the
+    first ones, which are `whole`, this is not known. The results of a call's tools are in their spans, else in what the
+    next request of its thread adds."""
     rewards = _rewards(spans)
     counted = {span.span_id for span in calls(spans)}
     tools = {step.span_id: step for step in steps(spans) if step.kind == "tool"}
@@ -352,7 +317,7 @@ def stream_of(spans: Sequence[Span], facts: TokenFacts) -> list[Json]:
             "finish": as_text(reasons[0]) if isinstance(reasons, list) and reasons else None,
             "error": limited(error) if failed else None,
             "drift": attributes.get(names.DRIFT_REASON) if attributes.get(names.DRIFT) else None,
-            "starts": not said,
+            "starts": whole and not said,
             "messages": [message_json(each) for each in request[said:]],
             "answer": [message_json(each) for each in answer],
             "tool_results": [],
