@@ -52,13 +52,12 @@ def append(path: Path, *lines: bytes) -> None:
 def test_of_an_audit_log_that_grows_each_line_is_decoded_once(files: RunFiles, decoded: list[bytes]) -> None:
     path = files.path / "audit.jsonl"
     append(path, learned(1, "a"), learned(2, "b"))
-    assert files.learned_by(2) == ("b",)
+    assert files.learned() == {2: ("b",), 1: ("a",)}
     append(path, learned(3, "c")[:10])
     assert [each.step for each in files.audit()] == [1, 2], "the last line is being written"
     append(path, learned(3, "c")[10:], learned(2, "d"))
     assert [each.step for each in files.audit()] == [1, 3, 2], "of a step that was repeated, the last time counts"
-    assert files.learned_at("b") is None
-    assert (files.learned_at("c"), files.learned_at("d")) == (3, 2)
+    assert files.learned() == {2: ("d",), 3: ("c",), 1: ("a",)}
     assert len(decoded) == 4
 
 

@@ -4,8 +4,9 @@ dashboard shows."""
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,45 +59,32 @@ PLACES = ("start", "checkpoint", ".")
 """Where a run directory may have the file, beside its checkpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTexts:
-    """The text of each token."""
-
-    pieces: Mapping[int, str]
-    special: Collection[int]
-    byte_level: bool
-
-    @classmethod
-    def read(cls, path: Path) -> TokenTexts:
-        """Raises OSError, ValueError, LookupError or TypeError for a file that is no tokenizer."""
-        document: Any = orjson.loads(path.read_bytes())
-        vocabulary = document["model"]["vocab"]
-        entries = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
-        pieces = {int(number): str(piece) for piece, number in entries}
-        added = {int(each["id"]): str(each["content"]) for each in document.get("added_tokens") or ()}
-        return cls(pieces | added, added, b'"ByteLevel"' in orjson.dumps(document.get("decoder")))
-
-    def of(self, token_ids: Iterable[int]) -> list[str]:
-        return [self._text(each) for each in token_ids]
-
-    def _text(self, token_id: int) -> str:
-        piece = self.pieces.get(token_id, f"<{token_id}>")
-        if token_id in self.special or token_id not in self.pieces:
-            return piece
-        if self.byte_level:
-            known = all(letter in BYTES for letter in piece)
-            return bytes(BYTES[letter] for letter in piece).decode(errors="replace") if known else piece
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)]).decode(errors="replace")
-        return piece.replace("\u2581", " ")
+def read_texts(path: Path) -> dict[int, str]:
+    """The text of each token. Raises OSError, ValueError, LookupError or TypeError for a file that is no tokenizer."""
+    document: Any = orjson.loads(path.read_bytes())
+    vocabulary = document["model"]["vocab"]
+    entries = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
+    text_of = _text_of_bytes if b'"ByteLevel"' in orjson.dumps(document.get("decoder")) else _text_of_piece
+    added = {int(each["id"]): str(each["content"]) for each in document.get("added_tokens") or ()}
+    return {int(number): text_of(str(piece)) for piece, number in entries} | added
 
 
-def find_texts(run: Path, model: str | None) -> TokenTexts | None:
+def _text_of_bytes(piece: str) -> str:
+    known = BYTES.keys() >= set(piece)
+    return bytes(BYTES[letter] for letter in piece).decode(errors="replace") if known else piece
+
+
+def _text_of_piece(piece: str) -> str:
+    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(byte[1]).decode(errors="replace") if byte else piece.replace("\u2581", " ")
+
+
+def find_texts(run: Path, model: str | None) -> dict[int, str] | None:
     """Those of a run, by the files of its weights, else of the model it started from. None: none can be read."""
     saved = sorted((run / "checkpoints").glob("step-*"), reverse=True)
     for folder in (*(run / place for place in PLACES), *saved, *([run / model] if model else ())):
         try:
-            return TokenTexts.read(folder / "tokenizer.json")
+            return read_texts(folder / "tokenizer.json")
         except (OSError, ValueError, LookupError, TypeError):
             continue
     return None
@@ -196,75 +184,24 @@ class TokenFacts:
     """The one that learned from them."""
     ratios: CallRatios = field(default_factory=CallRatios)
     """The log-ratios of new to old; empty where the run records none."""
-    texts: TokenTexts | None = None
+    texts: Mapping[int, str] | None = None
+    """None: there is no tokenizer that can be read."""
+
+    def text(self, token_id: int) -> str | None:
+        return None if self.texts is None else self.texts.get(token_id, f"<{token_id}>")
 
 
-# -- what happens now -------------------------------------------------------------------------------------------------
-#
-# The model calls are those among the spans that were stored last, so that what they cost does not grow with the
-# rollouts that run, nor with the calls of one of them. They are read again only if the numbers of the store have
-# changed.
+# -- one run or store -------------------------------------------------------------------------------------------------
 
 
 SECONDS = 1.0
-"""How long an answer is given to all who ask."""
+"""How long an answer about what happens now is given to all who ask."""
 NEWEST = 30
 """Calls and running rollouts that are shown."""
 MOST_WORKERS = 1000
 SPANS = 100
 SPANS_OF_SHARED = 1000
 """Spans that are read to find the newest calls; more where the store also has rollouts of others."""
-
-
-class Live:
-    """What happens now."""
-
-    def __init__(self, store: LightningStoreBase, summaries: Summaries) -> None:
-        self._store, self._summaries = store, summaries
-        self._lock = asyncio.Lock()
-        self._read_at = -SECONDS
-        self._shown: Json = {}
-
-    async def shown(self, run_id: str | None) -> Json:
-        """`run_id`: only in rollouts whose ids contain it."""
-        async with self._lock:
-            if time.monotonic() >= self._read_at + SECONDS:
-                statistics = await self._store.statistics()
-                running = await running_rollouts(self._store, rollout_id_contains=run_id, most=NEWEST)
-                is_known = statistics == self._shown.get("statistics")
-                self._shown = {
-                    "now": time.time(),
-                    "statistics": statistics,
-                    "calls": self._shown["calls"] if is_known else await self._newest_calls(run_id),
-                    "running": await self._summaries.of(running, open_spans=False),
-                    "queues": await self._store.query_queues(),
-                    "workers": await self._store.query_workers(limit=MOST_WORKERS),
-                }
-                self._read_at = time.monotonic()
-            return self._shown
-
-    async def _newest_calls(self, run_id: str | None) -> list[Json]:
-        """The model calls that were stored last, the newest first. A call is stored when it ends."""
-        spans = await self._store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
-        found = [span for span in spans if is_call(span) and (run_id is None or run_id in span.rollout_id)]
-        lines = [call_line(span, self._summaries.updates) for span in found[:NEWEST]]
-        return sorted(lines, key=lambda call: -(call["end_time"] or 0.0))
-
-
-def call_line(span: Span, updates: Updates) -> Json:
-    """A model call as a line of a table."""
-    answer = [part for message in messages_of(span, names.OUTPUT_MESSAGES) for part in message_json(message)["parts"]]
-    return {
-        **call_facts(span, updates),
-        "rollout_id": span.rollout_id,
-        "end_time": span.end_time,
-        "answer": shortened(" ".join(str(part.get("text") or part.get("name") or "") for part in answer)),
-    }
-
-
-# -- one run or store -------------------------------------------------------------------------------------------------
-
-
 MOST_IN_BATCH = 1024
 """Rollouts of a step over which credit is computed; with more, only the group itself is read."""
 MOST_CREDITS = 8
@@ -291,9 +228,9 @@ class RunData:
         self.readers = 0
         """Requests that read it."""
         self.summaries = Summaries(store, self.weights, self._updates)
-        self.live = Live(store, self.summaries)
         self.attempts = AttemptIndexes(store)
-        self._texts: TokenTexts | None = None
+        self._texts: Mapping[int, str] | None = None
+        self._live, self._live_until, self._reads_live = Json(), 0.0, asyncio.Lock()
         self._credits: dict[Any, BatchCredit] = {}
 
     @contextmanager
@@ -336,13 +273,6 @@ class RunData:
         """By the resumes of a run as they are now; the version itself where there is no run."""
         return version if self.files is None else updates_of(version, self.files.state().resumes)
 
-    @property
-    def texts(self) -> TokenTexts | None:
-        """The text of tokens; None: there is no tokenizer that can be read."""
-        if self._texts is None and self.files is not None:  # one that is still to be written is looked for again
-            self._texts = find_texts(self.files.path, self.config and self.config.policy.model)
-        return self._texts
-
     async def rollout(self, rollout_id: str) -> Rollout:
         """Raises NotFoundError."""
         found = await self.store.get_rollout_by_id(rollout_id)
@@ -378,13 +308,48 @@ class RunData:
         files, ratios = self.files, CallRatios()
         if files is not None and step is not None:
             ratios = await asyncio.to_thread(read_ratios, files.path, step, rollout_ids)
-        return TokenFacts(self.summaries.updates, credit, step, ratios, self.texts)
+        if files is not None and self._texts is None:  # a tokenizer that is still to be written is looked for again
+            model = self.config and self.config.policy.model
+            self._texts = await asyncio.to_thread(find_texts, files.path, model)
+        return TokenFacts(self.summaries.updates, credit, step, ratios, self._texts)
 
     async def step_of(self, rollout: Rollout) -> int | None:
         """The step that learned from a rollout; None: none did, or the audit log does not say."""
         if self.files is None or rollout.mode != "train":
             return None
-        return await asyncio.to_thread(self.files.learned_at, rollout.rollout_id)
+        learned = await asyncio.to_thread(self.files.learned)
+        return next((step for step, rollouts in learned.items() if rollout.rollout_id in rollouts), None)
+
+    # -- what happens now ----------------------------------------------------------------------------------------------
+    #
+    # The model calls are those among the spans that were stored last, so that what they cost does not grow with the
+    # rollouts that run, nor with the calls of one of them. They are read again only if the numbers of the store have
+    # changed.
+
+    async def live(self, run_id: str | None) -> Json:
+        """What happens now. `run_id`: only in rollouts whose ids contain it."""
+        async with self._reads_live:
+            if time.monotonic() >= self._live_until:
+                statistics = await self.store.statistics()
+                running = await running_rollouts(self.store, rollout_id_contains=run_id, most=NEWEST)
+                is_known = statistics == self._live.get("statistics")
+                self._live = {
+                    "now": time.time(),
+                    "statistics": statistics,
+                    "calls": self._live["calls"] if is_known else await self._newest_calls(run_id),
+                    "running": await self.summaries.of(running, open_spans=False),
+                    "queues": await self.store.query_queues(),
+                    "workers": await self.store.query_workers(limit=MOST_WORKERS),
+                }
+                self._live_until = time.monotonic() + SECONDS
+            return self._live
+
+    async def _newest_calls(self, run_id: str | None) -> list[Json]:
+        """The model calls that were stored last, the newest first. A call is stored when it ends."""
+        spans = await self.store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
+        found = [span for span in spans if is_call(span) and (run_id is None or run_id in span.rollout_id)]
+        lines = [call_line(span, self.summaries.updates) for span in found[:NEWEST]]
+        return sorted(lines, key=lambda call: -(call["end_time"] or 0.0))
 
     # -- credit --------------------------------------------------------------------------------------------------------
 
@@ -393,19 +358,21 @@ class RunData:
         have none."""
         run = self.config
         if self.files is None or run is None:
-            return BatchCredit(notes=("only rollouts of a run have advantages: a store has no credit rule",)), None
-        if not isinstance(run.algorithm, LightningRLConfig):
-            return BatchCredit(notes=(f'algorithm "{run.algorithm.type}" learns from text, not from tokens',)), None
-        if rollout.mode != "train":
-            return BatchCredit(notes=("this rollout measures the policy: nothing is learned from it",)), None
-        step = await self.step_of(rollout)
-        batch = None if step is None else self.files.learned_by(step)
-        if batch is not None and len(batch) <= MOST_IN_BATCH:
-            return await self._credit_of(("step", step), batch, run, run.algorithm), step
-        members = [each.rollout_id for each in await self.group(rollout) if each.status == "succeeded"]
-        found = await self._credit_of(("group", *members), members, run, run.algorithm)
-        why = _why_alone(step, bool(self.files.audit()), rollout)
-        return replace(found, notes=(*found.notes, why)), step
+            why = "only rollouts of a run have advantages: a store has no credit rule"
+        elif not isinstance(run.algorithm, LightningRLConfig):
+            why = f'algorithm "{run.algorithm.type}" learns from text, not from tokens'
+        elif rollout.mode != "train":
+            why = "this rollout measures the policy: nothing is learned from it"
+        else:
+            step = await self.step_of(rollout)
+            batch = self.files.learned().get(-1 if step is None else step)
+            if batch is not None and len(batch) <= MOST_IN_BATCH:
+                return await self._credit_of(("step", step), batch, run, run.algorithm), step
+            members = [each.rollout_id for each in await self.group(rollout) if each.status == "succeeded"]
+            found = await self._credit_of(("group", *members), members, run, run.algorithm)
+            alone = _why_alone(step, bool(self.files.audit()), rollout)
+            return replace(found, notes=(*found.notes, alone)), step
+        return BatchCredit(notes=(why,)), None
 
     async def _credit_of(
         self, key: Any, ids: Sequence[str], run: TrainConfig, config: LightningRLConfig
@@ -428,6 +395,17 @@ class RunData:
         if len(self._credits) > MOST_CREDITS:
             self._credits.pop(next(iter(self._credits)))
         return known
+
+
+def call_line(span: Span, updates: Updates) -> Json:
+    """A model call as a line of a table."""
+    answer = [part for message in messages_of(span, names.OUTPUT_MESSAGES) for part in message_json(message)["parts"]]
+    return {
+        **call_facts(span, updates),
+        "rollout_id": span.rollout_id,
+        "end_time": span.end_time,
+        "answer": shortened(" ".join(str(part.get("text") or part.get("name") or "") for part in answer)),
+    }
 
 
 def _why_alone(step: int | None, has_audit: bool, rollout: Rollout) -> str:

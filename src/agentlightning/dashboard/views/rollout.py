@@ -28,7 +28,7 @@ from agentlightning.dashboard.data.rollouts import (
     tool_results,
     version_of,
 )
-from agentlightning.dashboard.data.run_data import RunData, TokenFacts, TokenTexts
+from agentlightning.dashboard.data.run_data import RunData, TokenFacts
 from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.rollouts import by_version
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
@@ -324,7 +324,7 @@ def stream_of(spans: Sequence[Span], facts: TokenFacts, whole: bool) -> list[Jso
             "counts": span.span_id in counted,
             "reward": rewards.get(span.span_id),
             "known_tokens": known,
-            "prompt": _prompt(prompt[known:], facts.texts) if shown and prompt else None,
+            "prompt": _prompt(prompt[known:], facts) if shown and prompt else None,
             "tokens": _sampled(span, sampled, facts) if shown and sampled else None,
             "left_out": not shown,
         }
@@ -372,9 +372,13 @@ def _rewards(spans: Sequence[Span]) -> Json:
         return {}
 
 
-def _prompt(tokens: Tokens, texts: TokenTexts | None) -> Json:
+def _prompt(tokens: Tokens, facts: TokenFacts) -> Json:
     shown = tokens[-MOST_PROMPT:]
-    return {"ids": shown, "texts": texts and texts.of(shown), "left_out": len(tokens) - len(shown)}
+    return {
+        "ids": shown,
+        "texts": facts.texts and [facts.text(each) for each in shown],
+        "left_out": len(tokens) - len(shown),
+    }
 
 
 def _sampled(span: Span, sampled: Tokens, facts: TokenFacts) -> Json:
@@ -385,17 +389,17 @@ def _sampled(span: Span, sampled: Tokens, facts: TokenFacts) -> Json:
     advantages, weights = map(fitting, facts.credit.calls.get(key, (None, None)))
     return {
         "ids": sampled,
-        "texts": facts.texts and facts.texts.of(sampled),
+        "texts": facts.texts and [facts.text(each) for each in sampled],
         "logprobs": fitting(span.attributes.get(names.LOGPROBS)),
         "advantages": advantages,
         "weights": weights,
         "log_ratios": fitting(facts.ratios.get(key)),
         "versions": _versions(span, len(sampled), facts.updates),
-        "alternatives": _alternatives(span, len(sampled), facts.texts),
+        "alternatives": _alternatives(span, len(sampled), facts),
     }
 
 
-def _alternatives(span: Span, count: int, texts: TokenTexts | None) -> list[list[tuple[int, str | None, float]]] | None:
+def _alternatives(span: Span, count: int, facts: TokenFacts) -> list[list[tuple[int, str | None, float]]] | None:
     """For each token the likeliest ones at its place, as (id, text, log-probability); None where none are recorded."""
     recorded = span.attributes.get(names.TOP_LOGPROBS)
     if not isinstance(recorded, str):
@@ -404,8 +408,7 @@ def _alternatives(span: Span, count: int, texts: TokenTexts | None) -> list[list
         rows = likeliest_from_text(recorded, count)
     except ValueError:  # written by something else; the span shows what
         return None
-    shown = {token: texts and texts.of([token])[0] for row in rows for token, _ in row}
-    return [[(token, shown[token], value) for token, value in row] for row in rows]
+    return [[(token, facts.text(token), value) for token, value in row] for row in rows]
 
 
 def _versions(span: Span, count: int, updates: Updates) -> list[int] | None:

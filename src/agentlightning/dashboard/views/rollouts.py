@@ -212,7 +212,7 @@ async def _from_set(run: RunData, table: Table, rollouts: Sequence[Rollout]) -> 
 async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
     """The rollouts that a step was given, those that failed or were rejected included, by the audit log and their
     groups; without an audit log those that were started for the turn of the step."""
-    learned, turns = run.run().learned_by(step), f"{run.run_id}-train-"
+    learned, turns = run.run().learned().get(step), f"{run.run_id}-train-"
     own = f"{turns}{step:06d}"
     if learned is None:
         return await run.store.query_rollouts(rollout_id_contains=own)
@@ -261,7 +261,7 @@ async def show_step(run: RunData, query: Query) -> Json:
         last = metrics[-1]["step"] if metrics else 0
         raise NotFoundError(f"step {step} is not finished; the last one of {run.name} is {last}")
     rows = await run.summaries.of(await rollouts_of_step(run, step))
-    learned = files.learned_by(step)
+    learned = files.learned().get(step)
     words = {sign.name: asdict(sign) for sign in signs_of([each for each in files.records() if each.step <= step])}
     signs = [each | words.get(each["name"], {}) for each in warnings_of(files, files.state()) if _holds(each, step)]
     return {
@@ -350,7 +350,7 @@ MOST_FAILED = 1000
 
 async def show_server(run: RunData, query: Query) -> Json:
     """Counts of the store, what is running, queues, workers, and the calls that ended last."""
-    return await run.live.shown(run.in_ids)
+    return await run.live(run.in_ids)
 
 
 async def list_failures(run: RunData, query: Query) -> Json:
