@@ -70,8 +70,10 @@ def read_texts(path: Path) -> dict[int, str]:
 
 
 def _text_of_bytes(piece: str) -> str:
-    known = BYTES.keys() >= set(piece)
-    return bytes(BYTES[letter] for letter in piece).decode(errors="replace") if known else piece
+    try:
+        return piece.translate(BYTES).encode("latin-1").decode(errors="replace")
+    except UnicodeEncodeError:
+        return piece
 
 
 def _text_of_piece(piece: str) -> str:
@@ -92,8 +94,8 @@ def find_texts(run: Path, model: str | None) -> dict[int, str] | None:
 
 _SHOWN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
-BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + place): byte for place, byte in enumerate(_HIDDEN)}
-"""By the letter that byte-level BPE writes for it: itself where it can be seen, else the next from U+0100."""
+BYTES = {256 + place: byte for place, byte in enumerate(_HIDDEN)}
+"""By the letter that byte-level BPE writes for it: the next from U+0100, where it cannot be seen itself."""
 
 
 # -- credit -----------------------------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ class RunData:
         self.files, self.store, self.shares_store, self.writable = files, store, shares_store, writable
         self.readers = 0
         """Requests that read it."""
-        self.summaries = Summaries(store, self.weights, self._updates)
+        self.summaries = Summaries(store, self.weights, self.updates)
         self.attempts = AttemptIndexes(store)
         self._texts: Mapping[int, str] | None = None
         self._live, self._live_until, self._reads_live = Json(), 0.0, asyncio.Lock()
@@ -269,7 +271,7 @@ class RunData:
         """Those that a run gives the dimensions of a reward."""
         return getattr(self.config and self.config.algorithm, "reward_weights", None)
 
-    def _updates(self, version: int) -> int:
+    def updates(self, version: int) -> int:
         """By the resumes of a run as they are now; the version itself where there is no run."""
         return version if self.files is None else updates_of(version, self.files.state().resumes)
 
@@ -311,7 +313,7 @@ class RunData:
         if files is not None and self._texts is None:  # a tokenizer that is still to be written is looked for again
             model = self.config and self.config.policy.model
             self._texts = await asyncio.to_thread(find_texts, files.path, model)
-        return TokenFacts(self.summaries.updates, credit, step, ratios, self._texts)
+        return TokenFacts(self.updates, credit, step, ratios, self._texts)
 
     async def step_of(self, rollout: Rollout) -> int | None:
         """The step that learned from a rollout; None: none did, or the audit log does not say."""
@@ -348,7 +350,7 @@ class RunData:
         """The model calls that were stored last, the newest first. A call is stored when it ends."""
         spans = await self.store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
         found = [span for span in spans if is_call(span) and (run_id is None or run_id in span.rollout_id)]
-        lines = [call_line(span, self.summaries.updates) for span in found[:NEWEST]]
+        lines = [call_line(span, self.updates) for span in found[:NEWEST]]
         return sorted(lines, key=lambda call: -(call["end_time"] or 0.0))
 
     # -- credit --------------------------------------------------------------------------------------------------------

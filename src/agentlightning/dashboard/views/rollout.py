@@ -114,7 +114,7 @@ async def _read(
     without facts, which is without tokens, CONTEXT. `index`: None where they are the first ones."""
     after, earlier = (None, 0) if index is None else index.start_of(start, 1 if facts else CONTEXT)
     found = await run.store.query_spans(*key, after=after, limit=earlier + limit, tokens=facts is not None)
-    stream = stream_of(found, facts or TokenFacts(run.summaries.updates), after is None)
+    stream = stream_of(found, facts or TokenFacts(run.updates), after is None)
     before = sum(map(is_call, found[:earlier]))
     return found[earlier:], stream[before:], stream[:before]
 
@@ -127,7 +127,7 @@ async def _totals(
     if index is None:
         return RolloutSummary(rollout, attempt, None), None, False
     summary, density, is_current = await index.totals(rollout, attempt, run.weights)
-    return summary.counted(run.summaries.updates), density, is_current
+    return summary.counted(run.updates), density, is_current
 
 
 async def show_tokens(run: RunData, query: Query) -> Json:

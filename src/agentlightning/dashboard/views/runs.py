@@ -32,6 +32,7 @@ from agentlightning.dashboard.query import Query
 from agentlightning.errors import AgentLightningError, ConfigError, ResumeError, RewardError
 from agentlightning.evaluation.intervals import compare_tasks, mean_interval, mean_of_seeds, paired_gain
 from agentlightning.resources import PromptTemplate, ResourcesUpdate, named_resources, prompts_in
+from agentlightning.rollouts import Rollout
 from agentlightning.task import task_key
 from agentlightning.training.governance import AuditRecord
 from agentlightning.training.persistence.run_dir import RunState
@@ -56,30 +57,26 @@ def charts_of(metrics: Sequence[Mapping[str, Any]]) -> Json:
     """The charts that have a number, whether it is the same at all steps, and the metrics that are in none of them."""
     rows = thinned(metrics)
     names = list(dict.fromkeys(name for row in metrics for name, value in row.items() if number_of(value) is not None))
-    used = {"step", "revision"}
-    found: list[Json] = []
+    columns = {name: [number_of(row.get(name)) for row in rows] for name in names}
+    used, found = {"step", "revision"}, list[Json]()
     for chart in CHARTS:
         labels = {name: label for name, label in chart["metrics"].items() if name in names}
         matches = [match for name in names if (match := re.fullmatch(chart["others"], name))]
         labels |= {match[0]: match[1].replace("_", " ") for match in matches}
-        series = [_series(rows, name, label) for name, label in labels.items()]
-        known = [[value for value in each["values"] if value is not None] for each in series]
+        series = [{"metric": name, "label": label, "values": columns[name]} for name, label in labels.items()]
+        known = [[value for value in columns[name] if value is not None] for name in labels]
         if any(known):
             used |= {*labels, chart["spread"]}
             constant = any(len(own) > 1 for own in known) and all(len(set(own)) < 2 for own in known)
-            band = _band(series[0]["values"], _series(rows, chart["spread"], "")["values"])
+            band = _band(series[0]["values"], columns.get(chart["spread"], ()))
             found.append(chart | {"series": series, "band": band, "constant": constant})
-    others = [name for name in names if name not in used]
+    others = {name: values for name, values in columns.items() if name not in used}
     return {
         "steps": [row.get("step") for row in rows],
         "charts": found,
-        "others": [_series(rows, name, name.replace("_", " ")) for name in others],
+        "others": [{"metric": name, "label": name.replace("_", " "), "values": own} for name, own in others.items()],
         "thinned": len(metrics) - len(rows),
     }
-
-
-def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> Json:
-    return {"metric": name, "label": label, "values": [number_of(row.get(name)) for row in rows]}
 
 
 def _band(values: Sequence[float | None], widths: Sequence[float | None]) -> Json | None:
@@ -403,10 +400,11 @@ async def list_tasks(run: RunData, query: Query) -> Json:
     steps = _steps(files)
     chosen = query.choice("set", SETS)
     if chosen is None:
-        points = {mode: await _points(run, own) for mode, own in steps.items()}
-        means = {mode: [(label, mean_of(rows)) for label, rows in own.items()] for mode, own in points.items()}
-        found = {m: [{"step": int(label), **mean} for label, mean in own if mean] for m, own in means.items()}
-        return {"modes": {mode: own for mode, own in found.items() if own}}
+        modes: dict[str, list[Json]] = {}
+        for mode, own in steps.items():
+            means = {label: mean_of(rows) for label, rows in (await _points(run, own)).items()}
+            modes[mode] = [{"step": int(label), **mean} for label, mean in means.items() if mean]
+        return {"modes": {mode: own for mode, own in modes.items() if own}}
     names = [*dict.fromkeys([*held_out_modes(files.state()), *steps])]
     mode = query.choice("mode", names, next(iter(names), None))
     held_out = {} if mode is None else _held_out(files, mode)
@@ -502,7 +500,7 @@ async def list_resources(run: RunData, query: Query) -> Json:
     )
     pairs = zip(newest[:limit], [*newest[1:], None], strict=False)
     return {
-        "versions": [_version(*each, run.summaries.updates) for each in pairs],
+        "versions": [_version(*each, run.updates) for each in pairs],
         "next": str(offset + limit) if len(newest) > limit else None,
     }
 
@@ -543,7 +541,7 @@ async def list_weights(run: RunData, query: Query) -> Json:
     newest, state = (await asyncio.to_thread(files.audit))[::-1], files.state()
     kept = {path.name for path in (files.path / "checkpoints").glob("step-*")}
     return {
-        "records": [_record(each, kept, run.summaries.updates) for each in newest[offset : offset + limit]],
+        "records": [_record(each, kept, run.updates) for each in newest[offset : offset + limit]],
         "next": str(offset + limit) if offset + limit < len(newest) else None,
         "best_step": state.best_step,
         "has_audit": bool(newest),
@@ -571,39 +569,48 @@ TRIAL = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$)")
 
 
 async def show_search(run: RunData, query: Query) -> Json:
-    """The candidates of a search, as far as the store has their rollouts: when each was tried first, by the number of
-    evaluations; the one that it was made from (None: the first of a search, or not known), and what it changed of it;
-    and whether it is the result, or led to it."""
+    """The candidates of a search, as far as the store has their rollouts."""
     trials, result = f"{run.run_id}-trial-", run.run().prompts()["prompts"]
     updates = await run.store.query_resources(resources_id_contains=trials)
     prompts = {each.resources_id: prompts_in(each.resources) for each in updates}
     rollouts = await run.store.query_rollouts(rollout_id_contains=trials)
+    rows = zip(rollouts, await run.summaries.of(rollouts), strict=True)
+    return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, result)}
+
+
+def _candidates(
+    rows: Iterable[tuple[Rollout, RolloutSummary]],
+    prompts: Mapping[str, Mapping[str, PromptTemplate]],
+    result: Mapping[str, str],
+) -> list[Json]:
+    """Each with the evaluation of the search that was its first, `at`; the one that it was made from (None: the first
+    of a search, or not known), and what it changed of it; and whether it is the result, or `led` to it."""
     found: dict[str, Json] = {}
-    tried: list[tuple[Mapping[str, PromptTemplate], dict[str, list[RolloutSummary]]]] = []
-    for at, (rollout, row) in enumerate(zip(rollouts, await run.summaries.of(rollouts), strict=True), 1):
+    texts: dict[str, Mapping[str, PromptTemplate]] = {}
+    tried: dict[str, dict[str, list[RolloutSummary]]] = {}
+    for at, (rollout, row) in enumerate(rows, 1):
         named, own = TRIAL.search(row.rollout_id), prompts.get(row.resources_id or "")
         if named is None or own is None:
             continue
-        if named[1] not in found:
-            parent = found.get(str(rollout.metadata.get(PARENT)))
-            texts = {name: each.template for name, each in own.items()}
-            found[named[1]] = {
-                "number": len(tried),
+        if (digest := named[1]) not in found:
+            parent = str(rollout.metadata.get(PARENT))
+            found[digest] = {
+                "number": len(found),
                 "at": at,
-                "parent": parent and parent["number"],
+                "parent": found[parent]["number"] if parent in found else None,
                 "led": False,
-                "texts": texts,
-                "changed": changed_prompts(tried[parent["number"]][0] if parent else {}, own),
-                "result": texts == result,
+                "texts": {name: each.template for name, each in own.items()},
+                "changed": changed_prompts(texts.get(parent, {}), own),
             }
-            tried.append((own, {"train": [], "validation": []}))
-        tried[found[named[1]]["number"]][1][named[2]].append(row)
+            texts[digest], tried[digest] = own, {"train": [], "validation": []}
+        tried[digest][named[2]].append(row)
     every = list(found.values())
-    for each, (_, rows) in zip(every, tried, strict=True):
-        tokens = sum(row.prompt_tokens + row.sampled_tokens for row in chain(*rows.values()))
-        each |= {"tokens": tokens, **{part: mean_of(own) for part, own in rows.items()}}
+    for each, parts in zip(every, tried.values(), strict=True):
+        tokens = sum(row.prompt_tokens + row.sampled_tokens for row in chain(*parts.values()))
+        means = {part: mean_of(own) for part, own in parts.items()}
+        each |= {"tokens": tokens, "result": each["texts"] == result, **means}
     best = next((each for each in every if each["result"]), None)
     while best is not None:
         best["led"] = True
         best = None if best["parent"] is None else every[best["parent"]]
-    return {"candidates": every}
+    return every
