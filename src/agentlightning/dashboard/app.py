@@ -23,7 +23,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -42,7 +42,7 @@ from agentlightning.rollouts import Rollout
 from agentlightning.store.export.jsonl import end_line, header_line, item_line
 from agentlightning.store.http.endpoint import RequestError, endpoint, read_body, respond, respond_in_parts
 from agentlightning.training.export import DatasetForm, Selection, dataset_records
-from agentlightning.util.json_values import Json
+from agentlightning.util.json_values import Json, is_list, is_table
 
 PATH = "/dashboard"
 MAX_BODY = 256 * 1024
@@ -170,8 +170,8 @@ async def _act(run: RunData, request: Request) -> Response:
 
 def ids_in(body: Any) -> list[str]:
     """The rollouts that a request names. Raises ConfigError."""
-    ids: Any = body.get("rollout_ids") if isinstance(body, dict) else None
-    if not isinstance(ids, list) or not ids or not all(isinstance(each, str) for each in ids):
+    ids = body.get("rollout_ids") if is_table(body) else None
+    if not is_list(ids) or not ids or not all(isinstance(each, str) for each in ids):
         raise ConfigError('the request names no rollouts; send {"rollout_ids": ["..."]}')
     if len(ids) > MOST_IDS:
         raise ConfigError(f"the request names {len(ids)} rollouts; at most {MOST_IDS} are changed at once")
@@ -236,7 +236,7 @@ CHUNK = 50
 
 async def export(run: RunData, body: Any) -> tuple[AsyncIterator[bytes], dict[str, str]]:
     """The lines, and headers that say how many records there are and what gave none. Raises ConfigError."""
-    fields: Mapping[str, Any] = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
+    fields = body if is_table(body) else Json()
     form = fields.get("form", ROLLOUTS)
     if form != ROLLOUTS and form not in DATASETS:
         raise ConfigError(f"form={form!r:.80} is none of: {', '.join((ROLLOUTS, *DATASETS))}")
@@ -255,9 +255,9 @@ async def export(run: RunData, body: Any) -> tuple[AsyncIterator[bytes], dict[st
 
 async def _matching(run: RunData, given: Any) -> list[Rollout]:
     """All rollouts that match the filters of a table, oldest first."""
-    if not isinstance(given, dict) or not all(isinstance(each, str) for each in cast("dict[str, Any]", given).values()):
+    if not is_table(given) or not all(isinstance(each, str) for each in given.values()):
         raise ConfigError('filters is no object of texts; send {"filters": {"state": "succeeded"}}')
-    query = {**cast("dict[str, str]", given), "sort": "", "order": "asc", "after": "", "limit": str(MOST_ROWS)}
+    query = {**given, "sort": "", "order": "asc", "after": "", "limit": str(MOST_ROWS)}
     rollouts = list[Rollout]()
     while True:
         page = await select(run, Table(Query(query)))

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 from msgspec import structs
@@ -28,7 +28,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.trajectory import Reward, RewardWeights
-from agentlightning.util.json_values import Json, as_text, loads, recorded_objects
+from agentlightning.util.json_values import Json, as_text, is_list, is_table, loads, recorded_objects
 
 K = TypeVar("K")
 SHORT = 240
@@ -81,8 +81,8 @@ def messages_of(span: Span, attribute: str) -> list[Message]:
 
 
 def parts_of(message: Message) -> list[Json]:
-    if isinstance(parts := message.get("parts"), list):
-        return [each for each in cast("list[Any]", parts) if isinstance(each, dict)]
+    if is_list(parts := message.get("parts")):
+        return list(filter(is_table, parts))
     content = message.get("content")
     return [] if content is None else [{"type": "text", "content": content}]
 
@@ -259,7 +259,7 @@ def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
 
 def _token_count(ids: str, usage: str, span: Span) -> int:
     known, number = (span.attributes.get(name) for name in (ids, usage))
-    return len(cast("list[int]", known)) if isinstance(known, list) else number if isinstance(number, int) else 0
+    return len(known) if is_list(known) else number if isinstance(number, int) else 0
 
 
 prompt_tokens = partial(_token_count, names.PROMPT_TOKEN_IDS, names.INPUT_TOKENS)

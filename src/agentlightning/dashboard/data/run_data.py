@@ -291,12 +291,13 @@ class RunData:
         """The rollouts of the same group, itself included, in order of creation: by the group they name, else by the
         same task; among those created around it where ids do not tell groups."""
         key = _group_key(rollout)
-        found = await self.by_group_name(key[0]) if key[0] else None
-        if found is None:
+        named = await self.by_group_name(key[0]) if key[0] else None
+        own = [each for each in named or () if _group_key(each) == key]
+        if all(each.rollout_id != rollout.rollout_id for each in own):
             near = partial(self.store.query_rollouts, after=rollout.rollout_id, limit=MOST_NEAR)
-            found = [*(await near(newest_first=True))[::-1], rollout, *await near()]
-        own = [each for each in found if key[-1] and _group_key(each) == key]
-        return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
+            around = [*(await near(newest_first=True))[::-1], rollout, *await near()]
+            own = [each for each in around if each is rollout or (key[-1] and _group_key(each) == key)]
+        return own
 
     async def by_group_name(self, group: str) -> list[Rollout] | None:
         """Those whose ids say that they may be of a group, as those of training runs do: they contain its name without

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import orjson
 
@@ -40,7 +40,7 @@ from agentlightning.store.export.jsonl import fields_of
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.trajectory import Step
 from agentlightning.util.common_prefix import common_prefix_length
-from agentlightning.util.json_values import Json
+from agentlightning.util.json_values import Json, is_list, is_table
 
 T = TypeVar("T")
 PAGE_OF_SPANS = 300
@@ -224,11 +224,10 @@ def rollout_json(rollout: Rollout) -> Json:
 
 def attempt_json(attempt: Attempt) -> Json:
     """An attempt with its error or its output as text."""
-    found = fields_of(attempt)
-    metadata = cast(Json, found.pop("metadata"))
-    known: Any = metadata.get("error")
-    fields = ("type", "message", "traceback")
-    error = {name: limited(known.get(name) or "") for name in fields} if isinstance(known, dict) else None
+    found, metadata = fields_of(attempt), attempt.metadata
+    del found["metadata"]
+    known, fields = metadata.get("error"), ("type", "message", "traceback")
+    error = {name: limited(known.get(name) or "") for name in fields} if is_table(known) else None
     output = limited(metadata["output"]) if "output" in metadata else None
     return {**found, "error": error, "output": output}
 
@@ -254,8 +253,8 @@ def span_json(span: Span) -> Json:
 def _value(name: str, value: Any) -> Any:
     if name in (names.KEPT_SETS, names.TOP_LOGPROBS) and isinstance(value, str):
         return f"[{len(value)} characters of compressed numbers]"
-    if name in names.TOKEN_ATTRIBUTES and isinstance(value, list):
-        return f"[{len(cast('list[Any]', value))} numbers]"
+    if name in names.TOKEN_ATTRIBUTES and is_list(value):
+        return f"[{len(value)} numbers]"
     return value if isinstance(value, int | float | bool) or value is None else limited(value, MOST_VALUE)
 
 
@@ -314,7 +313,7 @@ def stream_of(spans: Sequence[Span], facts: TokenFacts, whole: bool) -> list[Jso
         call = {
             **call_facts(span, facts.updates),
             "name": span.name,
-            "finish": as_text(reasons[0]) if isinstance(reasons, list) and reasons else None,
+            "finish": as_text(reasons[0]) if is_list(reasons) and reasons else None,
             "error": limited(error) if failed else None,
             "drift": attributes.get(names.DRIFT_REASON) if attributes.get(names.DRIFT) else None,
             "starts": whole and not said,
@@ -376,20 +375,20 @@ def _prompt(tokens: Tokens, facts: TokenFacts) -> Json:
     shown = tokens[-MOST_PROMPT:]
     return {
         "ids": shown,
-        "texts": facts.texts and [facts.text(each) for each in shown],
+        "texts": None if facts.texts is None else [*map(facts.text, shown)],
         "left_out": len(tokens) - len(shown),
     }
 
 
 def _sampled(span: Span, sampled: Tokens, facts: TokenFacts) -> Json:
     def fitting(values: Any) -> list[float] | None:
-        return values if isinstance(values, list) and len(cast("list[Any]", values)) == len(sampled) else None
+        return values if is_list(values) and len(values) == len(sampled) else None
 
     key = span.rollout_id, span.span_id
     advantages, weights = map(fitting, facts.credit.calls.get(key, (None, None)))
     return {
         "ids": sampled,
-        "texts": facts.texts and [facts.text(each) for each in sampled],
+        "texts": None if facts.texts is None else [*map(facts.text, sampled)],
         "logprobs": fitting(span.attributes.get(names.LOGPROBS)),
         "advantages": advantages,
         "weights": weights,
@@ -414,9 +413,8 @@ def _alternatives(span: Span, count: int, facts: TokenFacts) -> list[list[tuple[
 def _versions(span: Span, count: int, updates: Updates) -> list[int] | None:
     """The version of the weights that sampled each token; None where it is not known."""
     runs = span.attributes.get(names.POLICY_VERSIONS)
-    if isinstance(runs, list) and all(isinstance(each, int) for each in cast("list[Any]", runs)):
-        numbers = cast("list[int]", runs)
-        found = [updates(v) for v, n in zip(numbers[::2], numbers[1::2], strict=False) for _ in range(min(n, count))]
+    if is_list(runs) and all(isinstance(each, int) for each in runs):
+        found = [updates(v) for v, n in zip(runs[::2], runs[1::2], strict=False) for _ in range(min(n, count))]
         if len(found) == count:
             return found
     version = version_of(span, updates)
@@ -425,7 +423,7 @@ def _versions(span: Span, count: int, updates: Updates) -> list[int] | None:
 
 def _tokens(span: Span, attribute: str) -> Tokens:
     value = span.attributes.get(attribute)
-    return cast("Tokens", value) if isinstance(value, list) else []
+    return value if is_list(value) else []
 
 
 def first_difference(first: Iterable[Json], second: Iterable[Json]) -> Json | None:
