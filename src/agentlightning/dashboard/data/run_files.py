@@ -341,10 +341,8 @@ def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
     own, and where runs of one seed were measured on different tasks."""
     for other, own in combinations(found, 2):
         _check_apart(other, own)
-    first, place = (
-        found[0],
-        os.path.commonpath(run.path.resolve().parent for each in found for run in each.runs.values()),
-    )
+    first = found[0]
+    place = os.path.commonpath(run.path.resolve().parent for each in found for run in each.runs.values())
     modes = dict.fromkeys(mode for each in found for mode in each.modes)
     means, differences = bounds_of([reward for each in found for reward in each.rewards])
     rows: list[Json] = []

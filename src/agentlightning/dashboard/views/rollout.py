@@ -110,8 +110,8 @@ async def show_rollout(run: RunData, query: Query) -> Json:
 async def _read(
     run: RunData, key: Key, index: AttemptIndex | None, start: int, limit: int, facts: TokenFacts | None = None
 ) -> tuple[list[Span], list[Json], list[Json]]:
-    """Some spans of an attempt, their model calls, and calls before them which they may continue: the last one, or
-    without facts, which is without tokens, CONTEXT. `index`: None where they are the first ones."""
+    """Some spans of an attempt, their model calls, and the calls before them that they may continue: CONTEXT of them;
+    with `facts`, which is with their tokens, the last one. `index`: None where the spans are the first ones."""
     after, earlier = (None, 0) if index is None else index.start_of(start, 1 if facts else CONTEXT)
     found = await run.store.query_spans(*key, after=after, limit=earlier + limit, tokens=facts is not None)
     stream = stream_of(found, facts or TokenFacts(run.updates), after is None)
@@ -186,7 +186,7 @@ async def _calls(run: RunData, rollout: Rollout, facts: TokenFacts, first: int) 
     key = rollout.rollout_id, "latest" if attempt is None else attempt.attempt_id
     count = await run.store.count_spans(*key)
     whole = index = await run.attempts.of(key, count, None if first else SECONDS)
-    if index is None:
+    if index is None:  # the first calls are among the first spans
         index = AttemptIndex().add(await run.store.query_spans(*key, limit=FIRST_SPANS, tokens=False))
     start, end = (index.calls[n] if n < len(index.calls) else len(index.ids) for n in (first, first + PAGE_OF_CALLS))
     _, stream, _ = await _read(run, key, index, start, end - start, facts)

@@ -150,11 +150,13 @@ async def select(run: RunData, table: Table) -> Json:
         page = await table.admitted(run, whole), None, 1, None
     else:
         page = await _scan(run, table)
+    rows, after, scanned, total = page
     sorts = BY_STORE if rollouts is None else SORTS
-    return dict(zip(("rows", "next", "scanned", "total", "sorts"), (*page, sorts), strict=True))
+    return {"rows": rows, "next": after, "scanned": scanned, "total": total, "sorts": sorts}
 
 
 async def _scan(run: RunData, table: Table) -> Page:
+    """The first matches from a place on, in the order of the store."""
     rows: list[RolloutSummary] = []
     scanned, cursor, wanted, more = 0, table.after, table.wanted(run), True
     total = await _total(run, table, wanted) if cursor is None and table.by_store else None
@@ -192,6 +194,7 @@ async def newer_than(run: RunData, table: Table, newest: str | None) -> tuple[in
 
 
 async def _total(run: RunData, table: Table, wanted: Mapping[str, Any]) -> int | None:
+    """How many match; None as in `Page`."""
     kept = not table.modes and wanted["rollout_id_contains"] is None
     if not kept and await run.store.count_rollouts() > MOST_COUNTED:
         return None

@@ -111,9 +111,11 @@ async def list_runs(data: Catalog, query: Query) -> Json:
     sources = data.sources()
     runs = sorted(filter(None, sources.values()), key=lambda each: -each.changed())
     found = [await asyncio.to_thread(summary, each) for each in runs]
+    # One that cannot be read stands alone.
     readable = [run for run, each in zip(runs, found, strict=True) if "error" not in each and run.config()]
     joined = await asyncio.to_thread(joined_runs, readable)
-    return {"runs": [*found, *[OF_STORE][: STORE in sources]], "joined": joined, "writable": data.writable}
+    store = [OF_STORE] if STORE in sources else []
+    return {"runs": [*found, *store], "joined": joined, "writable": data.writable}
 
 
 async def show_status(run: RunData, query: Query) -> Json:
