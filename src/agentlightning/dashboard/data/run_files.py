@@ -342,13 +342,17 @@ def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
     for other, own in combinations(found, 2):
         _check_apart(other, own)
     first = found[0]
-    place = os.path.commonpath(run.path.resolve().parent for each in found for run in each.runs.values())
+    places = {run.path.resolve() for each in found for run in each.runs.values()}
+    names_tell = len({each.name for each in places}) == len(places)
+    shared = os.path.commonpath(each.parent for each in places)
     modes = dict.fromkeys(mode for each in found for mode in each.modes)
     means, differences = bounds_of([reward for each in found for reward in each.rewards])
     rows: list[Json] = []
     for each in found:
         paths = [run.path for run in each.runs.values()]
-        label = str(paths[0].resolve().relative_to(place)) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        place = paths[0].resolve()
+        label = place.name if names_tell else str(place.relative_to(shared))
+        label += f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         row: Json = {"label": label, "runs": [*map(str, paths)], "seeds": [*each.runs]}
         changes = changed_settings(first.settings, each.settings).items()
         row["settings"] = _changes(shown({k: values for k, values in changes if not k.startswith(NO_SETTINGS)}))
