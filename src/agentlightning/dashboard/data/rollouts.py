@@ -525,7 +525,6 @@ class AttemptIndexes:
 
     async def close(self) -> None:
         """Stop reading."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -368,7 +368,7 @@ class RunData:
             why = "this rollout measures the policy: nothing is learned from it"
         else:
             step = await self.step_of(rollout)
-            batch = self.files.learned().get(-1 if step is None else step)
+            batch = None if step is None else self.files.learned().get(step)
             if batch is not None and len(batch) <= MOST_IN_BATCH:
                 return await self._credit_of(("step", step), batch, run, run.algorithm), step
             members = [each.rollout_id for each in await self.group(rollout) if each.status == "succeeded"]
