@@ -117,8 +117,9 @@ async def test_no_token_and_no_dollar_is_counted_twice(run: Path) -> None:
 
 
 async def test_the_list_names_no_model_for_a_run_that_trains_none(run: Path) -> None:
-    (listed,) = Catalog(roots=[run]).sources().items()
-    assert summary(*listed)["model"] is None
+    (listed,) = Catalog(roots=[run]).sources().values()
+    assert listed is not None
+    assert summary(listed)["model"] is None
 
 
 async def test_held_out_rollouts_have_the_mode_test(run: Path) -> None:
@@ -162,7 +163,7 @@ def test_eval_measures_another_prompt_in_place_of_that_of_the_run(run: Path, ser
 
 
 def test_the_page_names_no_model_of_a_run_that_trains_none(run: Path) -> None:
-    assert summary("run", RunFiles(run))["model"] is None
+    assert summary(RunFiles(run))["model"] is None
 
 
 async def test_the_page_shows_every_candidate_that_was_tried_what_it_changed_and_what_came_of_it(run: Path) -> None:

@@ -15,8 +15,7 @@ import pytest
 from tests.support.models import tiny_checkpoint
 
 import agentlightning
-from agentlightning.dashboard.actions import export
-from agentlightning.dashboard.app import VIEWS, dashboard_routes
+from agentlightning.dashboard.app import VIEWS, dashboard_routes, export
 from agentlightning.dashboard.data import run_data
 from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.errors import StoreClosedError

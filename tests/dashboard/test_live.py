@@ -52,7 +52,7 @@ class Watched:
 
     async def look(self) -> list[str]:
         run = await self.data.run("store")
-        return [call["span_id"] for call in (await run.live.shown(None))["calls"]]
+        return [call["span_id"] for call in (await run.live(None))["calls"]]
 
     async def close(self) -> None:
         await self.data.close()
@@ -88,7 +88,7 @@ async def test_a_poll_that_finds_nothing_new_reads_no_span(watched: Watched):
 
 async def test_no_spans_of_a_running_rollout_are_read_but_the_newest(watched: Watched):
     await watched.calls(300)
-    shown = await (await watched.data.run("store")).live.shown(None)
+    shown = await (await watched.data.run("store")).live(None)
     assert len(shown["calls"]) == live.NEWEST
     assert {method for method in SPANS if watched.asked[method]} == {"newest_spans"}
     assert [row.spans_read for row in shown["running"]] == [False]
@@ -108,5 +108,5 @@ async def test_calls_of_other_runs_in_the_same_store_are_not_shown(watched: Watc
     other = await watched.store.start_rollout({"question": "1"}, rollout_id="other-run")
     call = {names.OPERATION_NAME: "chat"}
     await watched.store.add_span(Span("other-run", other.attempt.attempt_id, "chat", 2000.0, 2001.0, attributes=call))
-    shown = await (await watched.data.run("store")).live.shown(watched.ids[0])
+    shown = await (await watched.data.run("store")).live(watched.ids[0])
     assert [each["span_id"] for each in shown["calls"]] == own[::-1]

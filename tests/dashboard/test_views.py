@@ -19,6 +19,7 @@ from agentlightning.cli.main import build
 from agentlightning.config import TrainConfig
 from agentlightning.credit import training_samples
 from agentlightning.dashboard.data import rollouts as rollout_data
+from agentlightning.dashboard.data import run_data
 from agentlightning.dashboard.data.run_data import Catalog
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
@@ -102,7 +103,10 @@ async def test_validation_has_an_interval_over_its_tasks(client):
 
 
 @pytest.mark.parametrize("chosen", ["held_out", "validation"])
-async def test_each_task_is_followed_through_its_measurements_and_the_last_compared_with_the_first(client, chosen):
+async def test_each_task_is_followed_through_its_measurements_and_the_last_compared_with_the_first(
+    client, chosen, monkeypatch
+):
+    monkeypatch.setattr("agentlightning.dashboard.views.rollout.SECONDS", 30.0)  # on a busy machine, too
     found = await get(client, f"/runs/{GRPO}/tasks?set={chosen}&mode=greedy")
     labels = [each["label"] for each in found["measurements"]]
     assert labels == (["before", "after"] if chosen == "held_out" else ["6", "12", "18", "24"])
@@ -506,6 +510,22 @@ async def test_a_group_that_rollouts_name_in_their_metadata_alone_is_found(tmp_p
         rows = (await get(client, "/runs/store/rollouts?group=g-1"))["rows"]
         assert {row["rollout_id"] for row in rows} == {"mine-1", "mine-3", "mine-5"}
         assert (await get(client, "/runs/store/rollouts?group=g-7"))["rows"] == []
+    await data.close()
+    await store.close()
+
+
+async def test_the_members_of_a_group_are_found_however_many_rollouts_are_newer(tmp_path: Path, client_of, monkeypatch):
+    monkeypatch.setattr(run_data, "MOST_NEAR", 6)
+    store = LightningStore(tmp_path / "store.db")
+    for number in range(40):
+        group = {"group": f"g-{number // 4}"}
+        await store.enqueue_rollout({"n": number}, rollout_id=f"mine-{number:03d}", metadata=group)
+    data = Catalog(store)
+    async with client_of(data) as client:
+        for number in (0, 5, 19, 39):
+            found = await get(client, f"/runs/store/rollouts/mine-{number:03d}/group")
+            first = number // 4 * 4
+            assert {row["rollout_id"] for row in found["rollouts"]} == {f"mine-{first + n:03d}" for n in range(4)}
     await data.close()
     await store.close()
 

@@ -1,4 +1,5 @@
-"""The routes of the dashboard: the page and its files for anybody, the JSON of every view for those with the token.
+"""The routes of the dashboard: the page and its files for anybody; for those with the token the JSON of every view,
+and actions: cancel, requeue, retry and annotate rollouts, and export a selection of them.
 
     /dashboard/...         the page; it reads the JSON of the same path below /dashboard/api
     /dashboard/static/...  its files, none of which comes from elsewhere
@@ -6,12 +7,20 @@
 
 The page itself holds no data. Its Content-Security-Policy allows scripts and styles of this server alone, and none in
 the page: text of agents that is taken for HTML somewhere still runs nothing.
+
+An action names rollouts by their ids, and answers for each what became of it: one that cannot be changed does not stop
+the others. An export names them so, or by the filters of the table, and is written as
+
+rollouts   `agl store import` reads them
+sft        {"messages": [...], "tools": [...]}, as `agl sft --data` reads them
+dpo        {"prompt": [...], "chosen": [...], "rejected": [...]}, as `agl dpo --data` reads them
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +31,18 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from agentlightning.dashboard.actions import act, export
 from agentlightning.dashboard.data.rollouts import RolloutSummary
 from agentlightning.dashboard.data.run_data import Catalog, RunData
 from agentlightning.dashboard.query import Query
 from agentlightning.dashboard.views import rollout, rollouts, runs
-from agentlightning.errors import NotFoundError
+from agentlightning.dashboard.views.rollouts import MOST_ROWS, Table, select
+from agentlightning.errors import AgentLightningError, ConfigError, DatasetError, NotFoundError
+from agentlightning.recording.feedback import Feedback, add_feedback
+from agentlightning.rollouts import Rollout
+from agentlightning.store.export.jsonl import end_line, header_line, item_line
 from agentlightning.store.http.endpoint import RequestError, endpoint, read_body, respond, respond_in_parts
-from agentlightning.util.json_values import Json
+from agentlightning.training.export import DatasetForm, Selection, dataset_records
+from agentlightning.util.json_values import Json, is_list, is_table
 
 PATH = "/dashboard"
 MAX_BODY = 256 * 1024
@@ -69,7 +82,7 @@ catalog, and of the query. The page of a view has the same path below /dashboard
 
 def dashboard_routes(data: Catalog, token: str | None) -> list[BaseRoute]:
     """Routes for a Starlette application. With a `token`, all data requires it."""
-    posts = {"/runs/{run}/actions/{action}": _action, "/runs/{run}/export": _export}
+    posts = {"/runs/{run}/actions/{action}": _act, "/runs/{run}/export": _export}
 
     def route(path: str, answer: Callable[[Any, Request], Awaitable[Response]], method: str) -> Route:
         async def handle(request: Request) -> Response:
@@ -94,11 +107,10 @@ def dashboard_routes(data: Catalog, token: str | None) -> list[BaseRoute]:
 # -- the JSON ----------------------------------------------------------------------------------------------------------
 
 
-def _json(request: Request, content: Any) -> Response:
-    """A JSON response; that of a view with an ETag, so that a page that asks again is sent what has changed."""
+async def _view(view: Callable[[Any, Query], Awaitable[Json]], of: Any, request: Request) -> Response:
+    """The JSON of a view, with an ETag, so that a page that asks again is sent what has changed."""
+    content = await view(of, Query({**request.query_params, **request.path_params}))
     body = orjson.dumps(content, default=_plain, option=orjson.OPT_NON_STR_KEYS)
-    if request.method != "GET":
-        return respond(body, headers=UNCACHED)
     tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
     headers = {**HEADERS, "cache-control": "private, no-cache", "etag": tag}
     unchanged = request.headers.get("if-none-match") == tag
@@ -107,14 +119,6 @@ def _json(request: Request, content: Any) -> Response:
 
 def _plain(value: Any) -> Any:
     return vars(value) if isinstance(value, RolloutSummary) else str(value)
-
-
-async def _view(view: Callable[[Any, Query], Awaitable[Json]], of: Any, request: Request) -> Response:
-    return _json(request, await view(of, Query({**request.query_params, **request.path_params})))
-
-
-async def _action(run: RunData, request: Request) -> Response:
-    return _json(request, await act(run, request.path_params["action"], await _body(request)))
 
 
 async def _export(run: RunData, request: Request) -> Response:
@@ -133,6 +137,154 @@ async def _body(request: Request) -> Any:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request is not JSON ({error})") from None
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+MOST_IDS = 1000
+RETRY_OF = "retry_of"
+"""In the metadata of a rollout: the one whose task is run again."""
+SOURCE = "dashboard"
+"""Who gave feedback, where the user did not say."""
+
+
+async def _act(run: RunData, request: Request) -> Response:
+    """Do something to each rollout that a request names. Raises ConfigError for a request that cannot be."""
+    action, body = request.path_params["action"], await _body(request)
+    if not run.writable:
+        raise ConfigError("this dashboard only reads; open that of the server, with its access token")
+    if action not in ACTIONS:
+        raise ConfigError(f"action {action!r} is none of: {', '.join(ACTIONS)}")
+    ids = ids_in(body)
+    results: Json = {}
+    for rollout_id in ids:
+        try:
+            results[rollout_id] = {"done": True, **await ACTIONS[action](run, rollout_id, body)}
+        except AgentLightningError as error:
+            results[rollout_id] = {"done": False, "error": str(error)}
+    run.summaries.forget(await run.by_ids(ids))
+    done = sum(each["done"] for each in results.values())
+    return respond(orjson.dumps({"action": action, "results": results, "done": done}), headers=UNCACHED)
+
+
+def ids_in(body: Any) -> list[str]:
+    """The rollouts that a request names. Raises ConfigError."""
+    ids = body.get("rollout_ids") if is_table(body) else None
+    if not is_list(ids) or not ids or not all(isinstance(each, str) for each in ids):
+        raise ConfigError('the request names no rollouts; send {"rollout_ids": ["..."]}')
+    if len(ids) > MOST_IDS:
+        raise ConfigError(f"the request names {len(ids)} rollouts; at most {MOST_IDS} are changed at once")
+    return list(dict.fromkeys(ids))
+
+
+async def _cancel(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> Json:
+    return {"status": (await run.store.cancel_rollout(rollout_id)).status}
+
+
+async def _requeue(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> Json:
+    """The same rollout waits again; a succeeded one cannot."""
+    return {"status": (await run.store.requeue_rollout(rollout_id, "requeued from the dashboard")).status}
+
+
+async def _retry(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> Json:
+    """A new rollout of the same task, which leaves this one as it is."""
+    rollout = await run.rollout(rollout_id)
+    new = await run.store.enqueue_rollout(
+        rollout.input,
+        rollout.mode,
+        rollout.resources_id,
+        rollout.config,
+        {RETRY_OF: rollout_id},
+        f"ro-{uuid.uuid4().hex[:20]}",
+        queue=rollout.queue,
+        priority=rollout.priority,
+    )
+    return {"status": new.status, "rollout_id": new.rollout_id}
+
+
+async def _annotate(run: RunData, rollout_id: str, body: Mapping[str, Any]) -> Json:
+    """Feedback as a span: a score becomes the final reward of the rollout, a label can be filtered by."""
+    given = {name: body[name] for name in ("score", "label", "comment") if body.get(name) not in (None, "")}
+    source = body.get("source") or SOURCE
+    if not isinstance(source, str):
+        raise ConfigError(f"source={source!r:.80} is not text")
+    span = await add_feedback(run.store, rollout_id, Feedback(**given), source)
+    return {"span_id": span.span_id}
+
+
+ACTIONS: Mapping[str, Callable[[RunData, str, Mapping[str, Any]], Awaitable[Json]]] = {
+    "cancel": _cancel,
+    "requeue": _requeue,
+    "retry": _retry,
+    "annotate": _annotate,
+}
+
+
+# -- export -----------------------------------------------------------------------------------------------------------
+
+
+ROLLOUTS = "rollouts"
+DATASETS: Mapping[str, DatasetForm] = {"sft": "openai-jsonl", "dpo": "dpo-jsonl"}
+RECORDS_HEADER = "x-agl-records"
+SKIPPED_HEADER = "x-agl-skipped"
+"""JSON: how many gave no record, by reason."""
+MOST_EXPORTED = 20_000
+"""Rollouts that filters may select."""
+CHUNK = 50
+
+
+async def export(run: RunData, body: Any) -> tuple[AsyncIterator[bytes], dict[str, str]]:
+    """The lines, and headers that say how many records there are and what gave none. Raises ConfigError."""
+    fields = body if is_table(body) else Json()
+    form = fields.get("form", ROLLOUTS)
+    if form != ROLLOUTS and form not in DATASETS:
+        raise ConfigError(f"form={form!r:.80} is none of: {', '.join((ROLLOUTS, *DATASETS))}")
+    filters = fields.get("filters")
+    rollouts = await run.by_ids(ids_in(body)) if filters is None else await _matching(run, filters)
+    if form == ROLLOUTS:
+        return _lines_of_store(run, [each.rollout_id for each in rollouts]), {RECORDS_HEADER: str(len(rollouts))}
+    selection = Selection(reward_weights=run.weights)
+    try:
+        records, skipped = await dataset_records(run.store, rollouts, DATASETS[form], selection)
+    except DatasetError as error:
+        raise ConfigError(str(error)) from error
+    headers = {RECORDS_HEADER: str(len(records)), SKIPPED_HEADER: orjson.dumps(skipped).decode()}
+    return _lines(records), headers
+
+
+async def _matching(run: RunData, given: Any) -> list[Rollout]:
+    """All rollouts that match the filters of a table, oldest first."""
+    if not is_table(given) or not all(isinstance(each, str) for each in given.values()):
+        raise ConfigError('filters is no object of texts; send {"filters": {"state": "succeeded"}}')
+    query = {**given, "sort": "", "order": "asc", "after": "", "limit": str(MOST_ROWS)}
+    rollouts = list[Rollout]()
+    while True:
+        page = await select(run, Table(Query(query)))
+        rollouts += await run.by_ids([row.rollout_id for row in page["rows"]])
+        if len(rollouts) > MOST_EXPORTED:
+            raise ConfigError(
+                f"the filters select more than {MOST_EXPORTED:,} rollouts; narrow them, or use agl export"
+            )
+        if page["next"] is None:
+            return rollouts
+        query["after"] = page["next"]
+
+
+async def _lines(records: Sequence[Mapping[str, Any]]) -> AsyncIterator[bytes]:
+    for each in records:
+        yield orjson.dumps(each) + b"\n"
+
+
+async def _lines_of_store(run: RunData, ids: Sequence[str]) -> AsyncIterator[bytes]:
+    yield header_line()
+    count = 0
+    with run.reading():  # the request is over once the first lines are sent
+        for start in range(0, len(ids), CHUNK):
+            for record in await run.store.read_records(ids[start : start + CHUNK]):
+                count += 1
+                yield item_line(record)
+    yield end_line(0, count)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

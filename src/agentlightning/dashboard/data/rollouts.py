@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 from msgspec import structs
@@ -28,7 +28,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.trajectory import Reward, RewardWeights
-from agentlightning.util.json_values import Json, as_text, loads, recorded_objects
+from agentlightning.util.json_values import Json, as_text, is_list, is_table, loads, recorded_objects
 
 K = TypeVar("K")
 SHORT = 240
@@ -81,8 +81,8 @@ def messages_of(span: Span, attribute: str) -> list[Message]:
 
 
 def parts_of(message: Message) -> list[Json]:
-    if isinstance(parts := message.get("parts"), list):
-        return [each for each in cast("list[Any]", parts) if isinstance(each, dict)]
+    if is_list(parts := message.get("parts")):
+        return list(filter(is_table, parts))
     content = message.get("content")
     return [] if content is None else [{"type": "text", "content": content}]
 
@@ -259,7 +259,7 @@ def number_of(reward: Reward | None, weights: RewardWeights) -> float | None:
 
 def _token_count(ids: str, usage: str, span: Span) -> int:
     known, number = (span.attributes.get(name) for name in (ids, usage))
-    return len(cast("list[int]", known)) if isinstance(known, list) else number if isinstance(number, int) else 0
+    return len(known) if is_list(known) else number if isinstance(number, int) else 0
 
 
 prompt_tokens = partial(_token_count, names.PROMPT_TOKEN_IDS, names.INPUT_TOKENS)
@@ -299,10 +299,8 @@ def _tools(spans: Sequence[Span], answered: Sequence[Span]) -> tuple[int, int]:
     own = [step for step in steps(spans) if step.kind == "tool"]
     if own:
         return len(own), sum(step.error is not None or tells_failure(step.result) for step in own)
-    longest: list[Any] = []
-    for span in answered:
-        found = tool_results(messages_of(span, names.INPUT_MESSAGES))
-        longest = found if len(found) > len(longest) else longest
+    seen = (tool_results(messages_of(span, names.INPUT_MESSAGES)) for span in answered)
+    longest = max(seen, key=len, default=[])
     return len(longest), sum(map(tells_failure, longest))
 
 
@@ -467,6 +465,7 @@ class AttemptIndex:
     def start_of(self, place: int, context: int) -> tuple[str | None, int]:
         """Where to read a page from that begins at a place, with up to `context` calls before it that it may continue:
         the span to read after (None: from the first one), and the number of spans from there to the page."""
+        place = min(place, len(self.ids))
         number = bisect_left(self.calls, place)
         first = self.calls[max(0, number - context)] if number else place
         first = max(first, place - CONTEXT_SPANS)
@@ -526,7 +525,6 @@ class AttemptIndexes:
 
     async def close(self) -> None:
         """Stop reading."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)

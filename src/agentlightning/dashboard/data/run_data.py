@@ -4,10 +4,12 @@ dashboard shows."""
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from string import digits
 from typing import Any
@@ -57,45 +59,34 @@ PLACES = ("start", "checkpoint", ".")
 """Where a run directory may have the file, beside its checkpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTexts:
-    """The text of each token."""
-
-    pieces: Mapping[int, str]
-    special: Collection[int]
-    byte_level: bool
-
-    @classmethod
-    def read(cls, path: Path) -> TokenTexts:
-        """Raises OSError, ValueError, LookupError or TypeError for a file that is no tokenizer."""
-        document: Any = orjson.loads(path.read_bytes())
-        vocabulary = document["model"]["vocab"]
-        entries = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
-        pieces = {int(number): str(piece) for piece, number in entries}
-        added = {int(each["id"]): str(each["content"]) for each in document.get("added_tokens") or ()}
-        return cls(pieces | added, added, b'"ByteLevel"' in orjson.dumps(document.get("decoder")))
-
-    def of(self, token_ids: Iterable[int]) -> list[str]:
-        return [self._text(each) for each in token_ids]
-
-    def _text(self, token_id: int) -> str:
-        piece = self.pieces.get(token_id, f"<{token_id}>")
-        if token_id in self.special or token_id not in self.pieces:
-            return piece
-        if self.byte_level:
-            known = all(letter in BYTES for letter in piece)
-            return bytes(BYTES[letter] for letter in piece).decode(errors="replace") if known else piece
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)]).decode(errors="replace")
-        return piece.replace("\u2581", " ")
+def read_texts(path: Path) -> dict[int, str]:
+    """The text of each token. Raises OSError, ValueError, LookupError or TypeError for a file that is no tokenizer."""
+    document: Any = orjson.loads(path.read_bytes())
+    vocabulary = document["model"]["vocab"]
+    entries = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
+    text_of = _text_of_bytes if b'"ByteLevel"' in orjson.dumps(document.get("decoder")) else _text_of_piece
+    added = {int(each["id"]): str(each["content"]) for each in document.get("added_tokens") or ()}
+    return {int(number): text_of(str(piece)) for piece, number in entries} | added
 
 
-def find_texts(run: Path, model: str | None) -> TokenTexts | None:
+def _text_of_bytes(piece: str) -> str:
+    try:
+        return piece.translate(BYTES).encode("latin-1").decode(errors="replace")
+    except UnicodeEncodeError:
+        return piece
+
+
+def _text_of_piece(piece: str) -> str:
+    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(byte[1]).decode(errors="replace") if byte else piece.replace("\u2581", " ")
+
+
+def find_texts(run: Path, model: str | None) -> dict[int, str] | None:
     """Those of a run, by the files of its weights, else of the model it started from. None: none can be read."""
     saved = sorted((run / "checkpoints").glob("step-*"), reverse=True)
     for folder in (*(run / place for place in PLACES), *saved, *([run / model] if model else ())):
         try:
-            return TokenTexts.read(folder / "tokenizer.json")
+            return read_texts(folder / "tokenizer.json")
         except (OSError, ValueError, LookupError, TypeError):
             continue
     return None
@@ -103,8 +94,8 @@ def find_texts(run: Path, model: str | None) -> TokenTexts | None:
 
 _SHOWN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
-BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + place): byte for place, byte in enumerate(_HIDDEN)}
-"""By the letter that byte-level BPE writes for it: itself where it can be seen, else the next from U+0100."""
+BYTES = {256 + place: byte for place, byte in enumerate(_HIDDEN)}
+"""By the letter that byte-level BPE writes for it: the next from U+0100, where it cannot be seen itself."""
 
 
 # -- credit -----------------------------------------------------------------------------------------------------------
@@ -195,81 +186,32 @@ class TokenFacts:
     """The one that learned from them."""
     ratios: CallRatios = field(default_factory=CallRatios)
     """The log-ratios of new to old; empty where the run records none."""
-    texts: TokenTexts | None = None
+    texts: Mapping[int, str] | None = None
+    """None: there is no tokenizer that can be read."""
+
+    def text(self, token_id: int) -> str | None:
+        return None if self.texts is None else self.texts.get(token_id, f"<{token_id}>")
 
 
-# -- what happens now -------------------------------------------------------------------------------------------------
-#
-# The model calls are those among the spans that were stored last, so that what they cost does not grow with the
-# rollouts that run, nor with the calls of one of them. They are read again only if the numbers of the store have
-# changed.
+# -- one run or store -------------------------------------------------------------------------------------------------
 
 
 SECONDS = 1.0
-"""How long an answer is given to all who ask."""
+"""How long an answer about what happens now is given to all who ask."""
 NEWEST = 30
 """Calls and running rollouts that are shown."""
 MOST_WORKERS = 1000
 SPANS = 100
 SPANS_OF_SHARED = 1000
 """Spans that are read to find the newest calls; more where the store also has rollouts of others."""
-
-
-class Live:
-    """What happens now."""
-
-    def __init__(self, store: LightningStoreBase, summaries: Summaries) -> None:
-        self._store, self._summaries = store, summaries
-        self._lock = asyncio.Lock()
-        self._read_at = -SECONDS
-        self._shown: Json = {}
-
-    async def shown(self, run_id: str | None) -> Json:
-        """`run_id`: only in rollouts whose ids contain it."""
-        async with self._lock:
-            if time.monotonic() >= self._read_at + SECONDS:
-                statistics = await self._store.statistics()
-                running = await running_rollouts(self._store, rollout_id_contains=run_id, most=NEWEST)
-                is_known = statistics == self._shown.get("statistics")
-                self._shown = {
-                    "now": time.time(),
-                    "statistics": statistics,
-                    "calls": self._shown["calls"] if is_known else await self._newest_calls(run_id),
-                    "running": await self._summaries.of(running, open_spans=False),
-                    "queues": await self._store.query_queues(),
-                    "workers": await self._store.query_workers(limit=MOST_WORKERS),
-                }
-                self._read_at = time.monotonic()
-            return self._shown
-
-    async def _newest_calls(self, run_id: str | None) -> list[Json]:
-        """The model calls that were stored last, the newest first. A call is stored when it ends."""
-        spans = await self._store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
-        found = [span for span in spans if is_call(span) and (run_id is None or run_id in span.rollout_id)]
-        lines = [call_line(span, self._summaries.updates) for span in found[:NEWEST]]
-        return sorted(lines, key=lambda call: -(call["end_time"] or 0.0))
-
-
-def call_line(span: Span, updates: Updates) -> Json:
-    """A model call as a line of a table."""
-    answer = [part for message in messages_of(span, names.OUTPUT_MESSAGES) for part in message_json(message)["parts"]]
-    return {
-        **call_facts(span, updates),
-        "rollout_id": span.rollout_id,
-        "end_time": span.end_time,
-        "answer": shortened(" ".join(str(part.get("text") or part.get("name") or "") for part in answer)),
-    }
-
-
-# -- one run or store -------------------------------------------------------------------------------------------------
-
-
 MOST_IN_BATCH = 1024
 """Rollouts of a step over which credit is computed; with more, only the group itself is read."""
 MOST_CREDITS = 8
 """Steps whose credit is remembered."""
-NEWEST_ROLLOUTS = 200
-"""Those by which is judged whether ids tell groups."""
+MOST_NAMED = 20_000
+"""Rollouts whose ids may say that they are of a group."""
+MOST_NEAR = 2000
+"""Rollouts created before one, and after it, among which those of its group are where ids do not tell."""
 
 
 def files_of_run(name: str, files: RunFiles | None) -> RunFiles:
@@ -283,17 +225,14 @@ class RunData:
     """One run, or a store by itself, which has no files. `shares_store`: the store also has rollouts of others.
     `writable`: requests with the token may change the store."""
 
-    def __init__(
-        self, name: str, files: RunFiles | None, store: LightningStoreBase, shares_store: bool, writable: bool
-    ) -> None:
-        self.name, self.files, self.store = name, files, store
-        self.shares_store, self.writable = shares_store, writable
+    def __init__(self, files: RunFiles | None, store: LightningStoreBase, shares_store: bool, writable: bool) -> None:
+        self.files, self.store, self.shares_store, self.writable = files, store, shares_store, writable
         self.readers = 0
         """Requests that read it."""
-        self.summaries = Summaries(store, self.weights, self._updates)
-        self.live = Live(store, self.summaries)
+        self.summaries = Summaries(store, self.weights, self.updates)
         self.attempts = AttemptIndexes(store)
-        self._texts: TokenTexts | None = None
+        self._texts: Mapping[int, str] | None = None
+        self._live, self._live_until, self._reads_live = Json(), 0.0, asyncio.Lock()
         self._credits: dict[Any, BatchCredit] = {}
 
     @contextmanager
@@ -304,6 +243,10 @@ class RunData:
             yield
         finally:
             self.readers -= 1
+
+    @property
+    def name(self) -> str:
+        return STORE if self.files is None else self.files.name
 
     def run(self) -> RunFiles:
         """Raises as `files_of_run`."""
@@ -328,16 +271,9 @@ class RunData:
         """Those that a run gives the dimensions of a reward."""
         return getattr(self.config and self.config.algorithm, "reward_weights", None)
 
-    def _updates(self, version: int) -> int:
+    def updates(self, version: int) -> int:
         """By the resumes of a run as they are now; the version itself where there is no run."""
         return version if self.files is None else updates_of(version, self.files.state().resumes)
-
-    @property
-    def texts(self) -> TokenTexts | None:
-        """The text of tokens; None: there is no tokenizer that can be read."""
-        if self._texts is None and self.files is not None:  # one that is still to be written is looked for again
-            self._texts = find_texts(self.files.path, self.config and self.config.policy.model)
-        return self._texts
 
     async def rollout(self, rollout_id: str) -> Rollout:
         """Raises NotFoundError."""
@@ -353,20 +289,20 @@ class RunData:
 
     async def group(self, rollout: Rollout) -> list[Rollout]:
         """The rollouts of the same group, itself included, in order of creation: by the group they name, else by the
-        same task; among the newest rollouts where ids do not tell groups."""
+        same task; among those created around it where ids do not tell groups."""
         key = _group_key(rollout)
-        if not key[0] or (found := await self.by_group_name(key[0])) is None:
-            found = (await self.store.query_rollouts(newest_first=True, limit=2000))[::-1]
-        own = [each for each in found if key[-1] and _group_key(each) == key]
-        return own if any(each.rollout_id == rollout.rollout_id for each in own) else [*own, rollout]
+        named = await self.by_group_name(key[0]) if key[0] else None
+        own = [each for each in named or () if _group_key(each) == key]
+        if all(each.rollout_id != rollout.rollout_id for each in own):
+            near = partial(self.store.query_rollouts, after=rollout.rollout_id, limit=MOST_NEAR)
+            around = [*(await near(newest_first=True))[::-1], rollout, *await near()]
+            own = [each for each in around if each is rollout or (key[-1] and _group_key(each) == key)]
+        return own
 
     async def by_group_name(self, group: str) -> list[Rollout] | None:
         """Those whose ids say that they may be of a group, as those of training runs do: they contain its name without
-        the number at its end, which ids write with zeros. None: ids do not tell the group. Where those of the newest
-        rollouts do not, no id is searched for."""
-        if not any(map(_tells_group, await self.store.query_rollouts(newest_first=True, limit=NEWEST_ROLLOUTS))):
-            return None
-        found = await self.store.query_rollouts(rollout_id_contains=group.rstrip(digits), limit=20_000)
+        the number at its end, which ids write with zeros. None: ids do not tell the group."""
+        found = await self.store.query_rollouts(rollout_id_contains=group.rstrip(digits), limit=MOST_NAMED)
         return found if found and _tells_group(found[0]) else None
 
     async def facts(self, rollout: Rollout, rollout_ids: Sequence[str]) -> TokenFacts:
@@ -375,13 +311,48 @@ class RunData:
         files, ratios = self.files, CallRatios()
         if files is not None and step is not None:
             ratios = await asyncio.to_thread(read_ratios, files.path, step, rollout_ids)
-        return TokenFacts(self.summaries.updates, credit, step, ratios, self.texts)
+        if files is not None and self._texts is None:  # a tokenizer that is still to be written is looked for again
+            model = self.config and self.config.policy.model
+            self._texts = await asyncio.to_thread(find_texts, files.path, model)
+        return TokenFacts(self.updates, credit, step, ratios, self._texts)
 
     async def step_of(self, rollout: Rollout) -> int | None:
         """The step that learned from a rollout; None: none did, or the audit log does not say."""
         if self.files is None or rollout.mode != "train":
             return None
-        return await asyncio.to_thread(self.files.learned_at, rollout.rollout_id)
+        learned = await asyncio.to_thread(self.files.learned)
+        return next((step for step, rollouts in learned.items() if rollout.rollout_id in rollouts), None)
+
+    # -- what happens now ----------------------------------------------------------------------------------------------
+    #
+    # The model calls are those among the spans that were stored last, so that what they cost does not grow with the
+    # rollouts that run, nor with the calls of one of them. They are read again only if the numbers of the store have
+    # changed.
+
+    async def live(self, run_id: str | None) -> Json:
+        """What happens now. `run_id`: only in rollouts whose ids contain it."""
+        async with self._reads_live:
+            if time.monotonic() >= self._live_until:
+                statistics = await self.store.statistics()
+                running = await running_rollouts(self.store, rollout_id_contains=run_id, most=NEWEST)
+                is_known = statistics == self._live.get("statistics")
+                self._live = {
+                    "now": time.time(),
+                    "statistics": statistics,
+                    "calls": self._live["calls"] if is_known else await self._newest_calls(run_id),
+                    "running": await self.summaries.of(running, open_spans=False),
+                    "queues": await self.store.query_queues(),
+                    "workers": await self.store.query_workers(limit=MOST_WORKERS),
+                }
+                self._live_until = time.monotonic() + SECONDS
+            return self._live
+
+    async def _newest_calls(self, run_id: str | None) -> list[Json]:
+        """The model calls that were stored last, the newest first. A call is stored when it ends."""
+        spans = await self.store.newest_spans(SPANS if run_id is None else SPANS_OF_SHARED)
+        found = [span for span in spans if is_call(span) and (run_id is None or run_id in span.rollout_id)]
+        lines = [call_line(span, self.updates) for span in found[:NEWEST]]
+        return sorted(lines, key=lambda call: -(call["end_time"] or 0.0))
 
     # -- credit --------------------------------------------------------------------------------------------------------
 
@@ -390,19 +361,21 @@ class RunData:
         have none."""
         run = self.config
         if self.files is None or run is None:
-            return BatchCredit(notes=("only rollouts of a run have advantages: a store has no credit rule",)), None
-        if not isinstance(run.algorithm, LightningRLConfig):
-            return BatchCredit(notes=(f'algorithm "{run.algorithm.type}" learns from text, not from tokens',)), None
-        if rollout.mode != "train":
-            return BatchCredit(notes=("this rollout measures the policy: nothing is learned from it",)), None
-        step = await self.step_of(rollout)
-        batch = None if step is None else self.files.learned_by(step)
-        if batch is not None and len(batch) <= MOST_IN_BATCH:
-            return await self._credit_of(("step", step), batch, run, run.algorithm), step
-        members = [each.rollout_id for each in await self.group(rollout) if each.status == "succeeded"]
-        found = await self._credit_of(("group", *members), members, run, run.algorithm)
-        why = _why_alone(step, bool(self.files.audit()), rollout)
-        return replace(found, notes=(*found.notes, why)), step
+            why = "only rollouts of a run have advantages: a store has no credit rule"
+        elif not isinstance(run.algorithm, LightningRLConfig):
+            why = f'algorithm "{run.algorithm.type}" learns from text, not from tokens'
+        elif rollout.mode != "train":
+            why = "this rollout measures the policy: nothing is learned from it"
+        else:
+            step = await self.step_of(rollout)
+            batch = None if step is None else self.files.learned().get(step)
+            if batch is not None and len(batch) <= MOST_IN_BATCH:
+                return await self._credit_of(("step", step), batch, run, run.algorithm), step
+            members = [each.rollout_id for each in await self.group(rollout) if each.status == "succeeded"]
+            found = await self._credit_of(("group", *members), members, run, run.algorithm)
+            alone = _why_alone(step, bool(self.files.audit()), rollout)
+            return replace(found, notes=(*found.notes, alone)), step
+        return BatchCredit(notes=(why,)), None
 
     async def _credit_of(
         self, key: Any, ids: Sequence[str], run: TrainConfig, config: LightningRLConfig
@@ -425,6 +398,17 @@ class RunData:
         if len(self._credits) > MOST_CREDITS:
             self._credits.pop(next(iter(self._credits)))
         return known
+
+
+def call_line(span: Span, updates: Updates) -> Json:
+    """A model call as a line of a table."""
+    answer = [part for message in messages_of(span, names.OUTPUT_MESSAGES) for part in message_json(message)["parts"]]
+    return {
+        **call_facts(span, updates),
+        "rollout_id": span.rollout_id,
+        "end_time": span.end_time,
+        "answer": shortened(" ".join(str(part.get("text") or part.get("name") or "") for part in answer)),
+    }
 
 
 def _why_alone(step: int | None, has_audit: bool, rollout: Rollout) -> str:
@@ -472,7 +456,7 @@ class Catalog:
         self._roots = [path.resolve() for path in roots]
         self._files: dict[Path, RunFiles] = {}
         self._data: dict[Any, RunData] = {}
-        """By name, files, and whether they have a database; the one asked for last comes last."""
+        """By files, and whether they have a database; the one asked for last comes last."""
 
     def sources(self) -> dict[str, RunFiles | None]:
         """The runs by name, which is that of the directory, and at the end a store by itself, which has no files."""
@@ -483,7 +467,8 @@ class Catalog:
             name, number = path.name, 2
             while name in found or name == STORE:
                 name, number = f"{path.name}-{number}", number + 1
-            found[name] = self._files.setdefault(path, RunFiles(path))
+            found[name] = files = self._files.setdefault(path, RunFiles(path))
+            files.name = name
         return found | ({STORE: None} if self._store is not None and self._own is None else {})
 
     def source(self, name: str) -> RunFiles | None:
@@ -501,11 +486,11 @@ class Catalog:
         idle = next((key for key in opened if not self._data[key].readers), None)
         if len(opened) > MOST_OPEN and idle is not None:
             await self._close(idle)
-        key = name, files, files is not None and (files.path / "store.db").exists()
+        key = files, files is not None and (files.path / "store.db").exists()
         known = self._data[key] = self._data.pop(key, None) or self._open(*key)
         return known
 
-    def _open(self, name: str, files: RunFiles | None, has_store: bool) -> RunData:
+    def _open(self, files: RunFiles | None, has_store: bool) -> RunData:
         store = self._store
         if files is not None and has_store and files.path != self._own:
             store = LightningStore(files.path / "store.db")
@@ -514,7 +499,7 @@ class Catalog:
                 f"the rollouts of {STORE if files is None else files.path} are in another store, which the run was"
                 " given; open that as well: agl dashboard DATABASE"
             )
-        return RunData(name, files, store, files is not None and not has_store, self.writable)
+        return RunData(files, store, files is not None and not has_store, self.writable)
 
     async def _close(self, key: Any) -> None:
         """Stop reading, and close the store if it was opened here."""

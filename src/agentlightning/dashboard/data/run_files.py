@@ -4,18 +4,17 @@ configuration. Each file is read again when it has changed."""
 from __future__ import annotations
 
 import os
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import combinations, count
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import orjson
 
 from agentlightning.config import TrainConfig
-from agentlightning.errors import AgentLightningError, ConfigError, ResumeError
+from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.evaluation.intervals import UNBOUNDED, Interval, mean_of_seeds, seed_difference
 from agentlightning.resources import prompts_in
 from agentlightning.training.governance import AUDIT_FILE, AuditRecord, audit_record, last_times
@@ -50,8 +49,6 @@ class _Lines:
     """Where the lines that were read end."""
     last: bytes = b""
     """The last of them."""
-    number: int = 0
-    """How many they are."""
     values: list[Any] = field(default_factory=list[Any])
     """What they hold."""
 
@@ -61,6 +58,8 @@ class RunFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.name = path.name
+        """Unless a catalog has another one of that name."""
         self._cache: dict[str, tuple[Signature, Any]] = {}
         self._lines: dict[str, _Lines] = {}
         self._history: tuple[list[StepRecord], list[SignHistory]] = [], []
@@ -68,7 +67,7 @@ class RunFiles:
 
     def state(self) -> RunState:
         """Raises ResumeError where it cannot be read."""
-        return self._read("state", "state.json", lambda: read_state(self.path))
+        return self._read("state.json", lambda: read_state(self.path))
 
     def status(self) -> Literal["running", "finished", "unfinished"]:
         """unfinished: no process has the run open, and there is no report."""
@@ -95,7 +94,7 @@ class RunFiles:
 
     def report(self) -> Json | None:
         """The result; None for a run that has none yet, or none that can be read."""
-        return self._read("report", "report.json", self._load_report)
+        return self._read("report.json", self._load_report)
 
     def _load_report(self) -> Json | None:
         with suppress(OSError):
@@ -103,11 +102,11 @@ class RunFiles:
 
     def config(self) -> TrainConfig | None:
         """The settings; None where there are none, or this version cannot read them (`config_error`)."""
-        return self._read("config", "config.toml", self._load_config)[0]
+        return self._read("config.toml", self._load_config)[0]
 
     def config_error(self) -> str:
         """Why there are no settings."""
-        return self._read("config", "config.toml", self._load_config)[1]
+        return self._read("config.toml", self._load_config)[1]
 
     def settings(self) -> Json:
         """The settings by their full names in order, without secrets."""
@@ -130,15 +129,8 @@ class RunFiles:
 
     def steps(self) -> int | None:
         """The steps of the whole run. None: its settings do not say, as those of an algorithm object do not."""
-        state = self.state()
-        return None if state.algorithm or state.recorded else self._read("steps", "config.toml", self._configured_steps)
-
-    def _configured_steps(self) -> int | None:
-        try:
-            steps = tomllib.loads((self.path / "config.toml").read_text("utf-8"))["algorithm"]["steps"]
-        except (OSError, ValueError, LookupError, TypeError):  # or edited to what are no settings
-            return None
-        return steps if isinstance(steps, int) else None
+        state, config = self.state(), self.config()
+        return None if state.algorithm or state.recorded or config is None else getattr(config.algorithm, "steps", None)
 
     def seconds_left(self) -> float | None:
         """By the mean time of the steps so far; None where it cannot be known."""
@@ -153,17 +145,9 @@ class RunFiles:
         diff = prompt_diff({} if config is None else config.prompts, found)
         return {"prompts": {name: each.template for name, each in found.items()}, "prompt_diff": diff}
 
-    def learned_at(self, rollout_id: str) -> int | None:
-        """The step that was given a rollout to learn from; None: none was, or the audit log does not say."""
-        return next((each.step for each in self._learned() if rollout_id in each.rollouts), None)
-
-    def learned_by(self, step: int) -> tuple[str, ...] | None:
-        """The rollouts that a step was given to learn from; None where the audit log does not say."""
-        return next((each.rollouts for each in self._learned() if each.step == step), None)
-
-    def _learned(self) -> Iterator[AuditRecord]:
-        """The updates, the last one first."""
-        return (each for each in reversed(self.audit()) if each.action == "learned")
+    def learned(self) -> dict[int, tuple[str, ...]]:
+        """The rollouts that steps were given to learn from, the last step first, as far as the audit log says."""
+        return {each.step: each.rollouts for each in reversed(self.audit()) if each.action == "learned"}
 
     def changed(self) -> float:
         """When the state last did, in seconds since 1970."""
@@ -182,15 +166,16 @@ class RunFiles:
             return None
         return found.st_mtime_ns, found.st_size
 
-    def _read(self, key: str, name: str, read: Callable[[], T]) -> T:
-        signature, known = self._signature(name), self._cache.get(key)
+    def _read(self, name: str, read: Callable[[], T]) -> T:
+        signature, known = self._signature(name), self._cache.get(name)
         if known is None or known[0] != signature:
-            known = self._cache[key] = signature, read()
+            known = self._cache[name] = signature, read()
         return known[1]
 
     def _read_lines(self, key: str, name: str, decode: Callable[[int, bytes], list[Any]]) -> list[Any]:
-        """What the lines of a file hold, by their number and text. A last one without an end is being written. Read is
-        what was appended since the last time; all of a file that was replaced, or cut."""
+        """What the lines of a file hold, by their text and number, which is right where each holds one value. A last
+        one without an end is being written. Read is what was appended since the last time; all of a file that was
+        replaced, or cut."""
         known = self._lines.get(key, _Lines())
         try:
             file = (self.path / name).open("rb")
@@ -205,9 +190,8 @@ class RunFiles:
             whole, end, _ = file.read().rpartition(b"\n")
         if end:
             lines = whole.split(b"\n")
-            values = [value for place, line in enumerate(lines, known.number + 1) for value in decode(place, line)]
-            count, last = known.number + len(lines), lines[-1] + end
-            known = _Lines(number, known.end + len(whole) + 1, last, count, known.values + values)
+            values = [value for line in enumerate(lines, len(known.values) + 1) for value in decode(*line)]
+            known = _Lines(number, known.end + len(whole) + 1, lines[-1] + end, known.values + values)
         self._lines[key] = known
         return known.values
 
@@ -328,26 +312,17 @@ def configurations(runs: Iterable[RunFiles]) -> list[Configuration]:
     return found
 
 
-def joined_runs(runs: Mapping[str, RunFiles]) -> list[Json]:
-    """Of the runs by name those that differ in the seed alone, with the gain that they measured and its interval over
-    seeds. One that cannot be read stands alone."""
-    names = {run.path: name for name, run in runs.items()}
+def joined_runs(runs: Iterable[RunFiles]) -> list[Json]:
+    """Those that differ in the seed alone, with the gain that they measured and its interval over seeds. Raises as
+    `configurations`."""
     return [
         {
-            "runs": [names[run.path] for run in each.runs.values()],
+            "runs": [run.name for run in each.runs.values()],
             "gain": _means(each, "gain", each.modes, bounds_of(each.rewards)[1]),
         }
-        for each in configurations(filter(_is_readable, runs.values()))
+        for each in configurations(runs)
         if len(each.runs) > 1
     ]
-
-
-def _is_readable(run: RunFiles) -> bool:
-    try:
-        run.state()
-    except ResumeError:
-        return False
-    return run.config() is not None
 
 
 def bounds_of(rewards: Sequence[float]) -> tuple[Interval, Interval]:
@@ -360,30 +335,24 @@ def _means(own: Configuration, name: str, modes: Iterable[str], bounds: Interval
     return {mode: asdict(mean_of_seeds(own.numbers(mode, name), bounds)) for mode in modes}
 
 
-def short_names(paths: Iterable[Path]) -> dict[Path, str]:
-    """The ends of paths, as long as it takes to tell them apart.
-
-    >>> list(short_names([Path("runs/a/ppo"), Path("runs/b/ppo")]).values())
-    ['a/ppo', 'b/ppo']
-    """
-    found = {path: path.resolve().parts for path in paths}
-    length = next(n for n in count(1) if len({parts[-n:] for parts in found.values()}) == len(set(found.values())))
-    return {path: "/".join(parts[-length:]) for path, parts in found.items()}
-
-
 def compared_configurations(found: Sequence[Configuration]) -> list[Json]:
     """What the finished runs of each measured, with intervals over seeds, and its difference from the first one, as
     JSON values. Raises ConfigError for a run that is there twice, for runs with different versions of a class of one's
     own, and where runs of one seed were measured on different tasks."""
     for other, own in combinations(found, 2):
         _check_apart(other, own)
-    first, names = found[0], short_names(run.path for each in found for run in each.runs.values())
+    first = found[0]
+    places = {run.path.resolve() for each in found for run in each.runs.values()}
+    names_tell = len({each.name for each in places}) == len(places)
+    shared = os.path.commonpath(each.parent for each in places)
     modes = dict.fromkeys(mode for each in found for mode in each.modes)
     means, differences = bounds_of([reward for each in found for reward in each.rewards])
     rows: list[Json] = []
     for each in found:
         paths = [run.path for run in each.runs.values()]
-        label = names[paths[0]] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        place = paths[0].resolve()
+        label = place.name if names_tell else str(place.relative_to(shared))
+        label += f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         row: Json = {"label": label, "runs": [*map(str, paths)], "seeds": [*each.runs]}
         changes = changed_settings(first.settings, each.settings).items()
         row["settings"] = _changes(shown({k: values for k, values in changes if not k.startswith(NO_SETTINGS)}))

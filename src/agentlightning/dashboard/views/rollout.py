@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import orjson
 
@@ -28,7 +28,7 @@ from agentlightning.dashboard.data.rollouts import (
     tool_results,
     version_of,
 )
-from agentlightning.dashboard.data.run_data import RunData, TokenFacts, TokenTexts
+from agentlightning.dashboard.data.run_data import RunData, TokenFacts
 from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.rollouts import by_version
 from agentlightning.engine.likeliest_tokens import likeliest_from_text
@@ -40,7 +40,7 @@ from agentlightning.store.export.jsonl import fields_of
 from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.trajectory import Step
 from agentlightning.util.common_prefix import common_prefix_length
-from agentlightning.util.json_values import Json
+from agentlightning.util.json_values import Json, is_list, is_table
 
 T = TypeVar("T")
 PAGE_OF_SPANS = 300
@@ -48,14 +48,14 @@ MOST_SPANS = 1000
 """Spans of one page, unless asked for otherwise, and at most."""
 PAGE_OF_CALLS = 20
 """Calls whose tokens are shown at once."""
-SPANS_OF_CALLS = 100
-"""Spans that are read at once to find calls."""
-MOST_SPANS_OF_CALLS = 2000
-"""Spans that are looked through for the calls of one page; it then has fewer."""
+FIRST_SPANS = 2000
+"""Spans that are looked through for the first calls of an attempt that is still being read; there may then be fewer."""
 CONTEXT = 10
 """Calls before a page that its first ones may continue."""
 SECONDS = 0.1
 """How long a page waits for the totals of its attempt; where they take longer, it asks again."""
+CHANGING = ("span_id", "counts", "reward", "error", "tool_results")
+"""What may have changed of calls before a page."""
 MOST_VALUE = 20_000
 """Characters of one attribute of a span."""
 NO_RATIOS = (
@@ -74,16 +74,18 @@ async def show_rollout(run: RunData, query: Query) -> Json:
     attempts = await run.store.query_attempts(rollout.rollout_id)
     wanted, by_id = query.text("attempt"), {each.attempt_id: each for each in attempts}
     own = _chosen(by_id, wanted, -1, f"attempt of {rollout.rollout_id!r}") if wanted or by_id else None
-    count = 0 if own is None else await run.store.count_spans(rollout.rollout_id, own.attempt_id)
+    key = rollout.rollout_id, "latest" if own is None else own.attempt_id
+    count = await run.store.count_spans(*key)
     states = [(each.attempt_id, each.status, each.end_time) for each in attempts]
     mark = mark_of(rollout.status, rollout.end_time, states, own and own.attempt_id, count)
     known = query.text("mark")
-    index = None if known == mark else await _index(run, own, count, SECONDS)
+    index = None if known == mark else await run.attempts.of(key, count, SECONDS)
     if index is None and known in (mark, f"{mark}-counting"):
         return {"mark": known, "unchanged": True}
     summary, density, is_current = await _totals(run, rollout, own, index)
     start, limit = query.integer("start", 0), query.integer("limit", PAGE_OF_SPANS, 0, MOST_SPANS)
-    spans, stream, context = await _spans(run, own, count, start, limit)
+    whole = await run.attempts.of(key, count) if start else index
+    spans, stream, before = await _read(run, key, whole, start, limit)
     last, seen = start + len(spans), index or AttemptIndex().add(spans)
     return {
         "mark": mark if is_current else f"{mark}-counting",
@@ -99,40 +101,22 @@ async def show_rollout(run: RunData, query: Query) -> Json:
         "density": density,
         "time": {"start": seen.start, "end": seen.end},
         "stream": stream,
-        "context": context,
+        "context": [{name: call[name] for name in CHANGING} for call in before],
         "step": await run.step_of(rollout),
         "writable": run.writable,
     }
 
 
-async def _spans(
-    run: RunData, attempt: Attempt | None, count: int, start: int, limit: int
+async def _read(
+    run: RunData, key: Key, index: AttemptIndex | None, start: int, limit: int, facts: TokenFacts | None = None
 ) -> tuple[list[Span], list[Json], list[Json]]:
-    """Some spans of an attempt, their model calls, and what may have changed of the calls before them."""
-    if attempt is None or (limit == 0 and start >= count):
-        return [], [], []
-    after, earlier = None, 0
-    if start:
-        index = await _index(run, attempt, count, None)
-        assert index is not None  # it is waited for
-        after, earlier = index.start_of(min(start, len(index.ids)), CONTEXT)
-    key, limit = (attempt.rollout_id, attempt.attempt_id), earlier + limit
-    found = await run.store.query_spans(*key, after=after, limit=limit, tokens=False)
-    calls = stream_of(found, TokenFacts(run.summaries.updates))
-    if after is not None:
-        for call in calls:  # whether it begins a thread is not known from here
-            call["starts"] = False
+    """Some spans of an attempt, their model calls, and the calls before them that they may continue: CONTEXT of them;
+    with `facts`, which is with their tokens, the last one. `index`: None where the spans are the first ones."""
+    after, earlier = (None, 0) if index is None else index.start_of(start, 1 if facts else CONTEXT)
+    found = await run.store.query_spans(*key, after=after, limit=earlier + limit, tokens=facts is not None)
+    stream = stream_of(found, facts or TokenFacts(run.updates), after is None)
     before = sum(map(is_call, found[:earlier]))
-    changing = ("span_id", "counts", "reward", "error", "tool_results")
-    context = [{name: call[name] for name in changing} for call in calls[:before]]
-    return found[earlier:], calls[before:], context
-
-
-async def _index(run: RunData, attempt: Attempt | None, count: int, seconds: float | None) -> AttemptIndex | None:
-    """None: it is not complete yet."""
-    if attempt is None:
-        return AttemptIndex()
-    return await run.attempts.of((attempt.rollout_id, attempt.attempt_id), count, seconds)
+    return found[earlier:], stream[before:], stream[:before]
 
 
 async def _totals(
@@ -143,7 +127,7 @@ async def _totals(
     if index is None:
         return RolloutSummary(rollout, attempt, None), None, False
     summary, density, is_current = await index.totals(rollout, attempt, run.weights)
-    return summary.counted(run.summaries.updates), density, is_current
+    return summary.counted(run.updates), density, is_current
 
 
 async def show_tokens(run: RunData, query: Query) -> Json:
@@ -199,36 +183,16 @@ async def _calls(run: RunData, rollout: Rollout, facts: TokenFacts, first: int) 
     """Some calls of the latest attempt of a rollout, with their tokens; where those after them begin, if there are any;
     and how many there are, unless they are still being counted."""
     attempt = await run.store.get_latest_attempt(rollout.rollout_id)
-    key = rollout.rollout_id, "" if attempt is None else attempt.attempt_id
-    count = 0 if attempt is None else await run.store.count_spans(*key)
-    index = await _index(run, attempt, count, SECONDS if not first else None)
-    if index is None:
-        skip, (spans, more) = 0, await _until_call(run, key, PAGE_OF_CALLS)
-    else:
-        place, end = (index.calls[n] if n < len(index.calls) else count for n in (first, first + PAGE_OF_CALLS))
-        start, earlier = index.start_of(place, 1)
-        limit, more = earlier + end - place, end < count
-        spans = await run.store.query_spans(*key, after=start, limit=limit) if limit else []
-        skip = sum(map(is_call, spans[:earlier]))
-    stream = stream_of(spans, facts)[skip:]
-    summary, _, _ = await _totals(run, rollout, attempt, index)
-    after = first + len(stream) if more else None
-    return {"summary": summary, "stream": stream, "next": after, "calls_total": index and len(index.calls)}
-
-
-async def _until_call(run: RunData, key: Key, calls: int) -> tuple[list[Span], bool]:
-    """The first spans, up to the call that follows so many, which is left out; and whether there is one."""
-    found: list[Span] = []
-    while len(found) < MOST_SPANS_OF_CALLS:
-        after = found[-1].span_id if found else None
-        chunk = await run.store.query_spans(*key, after=after, limit=SPANS_OF_CALLS)
-        found += chunk
-        places = [place for place, span in enumerate(found) if is_call(span)]
-        if len(places) > calls:
-            return found[: places[calls]], True
-        if len(chunk) < SPANS_OF_CALLS:
-            return found, False
-    return found, True
+    key = rollout.rollout_id, "latest" if attempt is None else attempt.attempt_id
+    count = await run.store.count_spans(*key)
+    whole = index = await run.attempts.of(key, count, None if first else SECONDS)
+    if index is None:  # the first calls are among the first spans
+        index = AttemptIndex().add(await run.store.query_spans(*key, limit=FIRST_SPANS, tokens=False))
+    start, end = (index.calls[n] if n < len(index.calls) else len(index.ids) for n in (first, first + PAGE_OF_CALLS))
+    _, stream, _ = await _read(run, key, index, start, end - start, facts)
+    summary, _, _ = await _totals(run, rollout, attempt, whole)
+    after = first + len(stream) if end < count else None
+    return {"summary": summary, "stream": stream, "next": after, "calls_total": whole and len(whole.calls)}
 
 
 def _facts_json(run: RunData, facts: TokenFacts) -> Json:
@@ -260,11 +224,10 @@ def rollout_json(rollout: Rollout) -> Json:
 
 def attempt_json(attempt: Attempt) -> Json:
     """An attempt with its error or its output as text."""
-    found = fields_of(attempt)
-    metadata = cast(Json, found.pop("metadata"))
-    known: Any = metadata.get("error")
-    fields = ("type", "message", "traceback")
-    error = {name: limited(known.get(name) or "") for name in fields} if isinstance(known, dict) else None
+    found, metadata = fields_of(attempt), attempt.metadata
+    del found["metadata"]
+    known, fields = metadata.get("error"), ("type", "message", "traceback")
+    error = {name: limited(known.get(name) or "") for name in fields} if is_table(known) else None
     output = limited(metadata["output"]) if "output" in metadata else None
     return {**found, "error": error, "output": output}
 
@@ -290,8 +253,8 @@ def span_json(span: Span) -> Json:
 def _value(name: str, value: Any) -> Any:
     if name in (names.KEPT_SETS, names.TOP_LOGPROBS) and isinstance(value, str):
         return f"[{len(value)} characters of compressed numbers]"
-    if name in names.TOKEN_ATTRIBUTES and isinstance(value, list):
-        return f"[{len(cast('list[Any]', value))} numbers]"
+    if name in names.TOKEN_ATTRIBUTES and is_list(value):
+        return f"[{len(value)} numbers]"
     return value if isinstance(value, int | float | bool) or value is None else limited(value, MOST_VALUE)
 
 
@@ -313,12 +276,13 @@ MOST_SAMPLED = 40_000
 Tokens = list[int]
 
 
-def stream_of(spans: Sequence[Span], facts: TokenFacts) -> list[Json]:
+def stream_of(spans: Sequence[Span], facts: TokenFacts, whole: bool) -> list[Json]:
     """The model calls of one attempt, whose `spans` these are, in order, failed ones included, for the page.
 
     A request repeats the conversation so far. Shown is what it adds to the last call that it continues: one whose
-    messages it begins with. A call that continues none starts a thread, and is shown whole. The results of a call's
-    tools are in their spans, else in what the next request of its thread adds."""
+    messages it begins with. A call that continues none starts a thread, and is shown whole; of spans that are not the
+    first ones, which are `whole`, this is not known. The results of a call's tools are in their spans, else in what the
+    next request of its thread adds."""
     rewards = _rewards(spans)
     counted = {span.span_id for span in calls(spans)}
     tools = {step.span_id: step for step in steps(spans) if step.kind == "tool"}
@@ -349,17 +313,17 @@ def stream_of(spans: Sequence[Span], facts: TokenFacts) -> list[Json]:
         call = {
             **call_facts(span, facts.updates),
             "name": span.name,
-            "finish": as_text(reasons[0]) if isinstance(reasons, list) and reasons else None,
+            "finish": as_text(reasons[0]) if is_list(reasons) and reasons else None,
             "error": limited(error) if failed else None,
             "drift": attributes.get(names.DRIFT_REASON) if attributes.get(names.DRIFT) else None,
-            "starts": not said,
+            "starts": whole and not said,
             "messages": [message_json(each) for each in request[said:]],
             "answer": [message_json(each) for each in answer],
             "tool_results": [],
             "counts": span.span_id in counted,
             "reward": rewards.get(span.span_id),
             "known_tokens": known,
-            "prompt": _prompt(prompt[known:], facts.texts) if shown and prompt else None,
+            "prompt": _prompt(prompt[known:], facts) if shown and prompt else None,
             "tokens": _sampled(span, sampled, facts) if shown and sampled else None,
             "left_out": not shown,
         }
@@ -407,30 +371,34 @@ def _rewards(spans: Sequence[Span]) -> Json:
         return {}
 
 
-def _prompt(tokens: Tokens, texts: TokenTexts | None) -> Json:
+def _prompt(tokens: Tokens, facts: TokenFacts) -> Json:
     shown = tokens[-MOST_PROMPT:]
-    return {"ids": shown, "texts": texts and texts.of(shown), "left_out": len(tokens) - len(shown)}
+    return {
+        "ids": shown,
+        "texts": None if facts.texts is None else [*map(facts.text, shown)],
+        "left_out": len(tokens) - len(shown),
+    }
 
 
 def _sampled(span: Span, sampled: Tokens, facts: TokenFacts) -> Json:
     def fitting(values: Any) -> list[float] | None:
-        return values if isinstance(values, list) and len(cast("list[Any]", values)) == len(sampled) else None
+        return values if is_list(values) and len(values) == len(sampled) else None
 
     key = span.rollout_id, span.span_id
     advantages, weights = map(fitting, facts.credit.calls.get(key, (None, None)))
     return {
         "ids": sampled,
-        "texts": facts.texts and facts.texts.of(sampled),
+        "texts": None if facts.texts is None else [*map(facts.text, sampled)],
         "logprobs": fitting(span.attributes.get(names.LOGPROBS)),
         "advantages": advantages,
         "weights": weights,
         "log_ratios": fitting(facts.ratios.get(key)),
         "versions": _versions(span, len(sampled), facts.updates),
-        "alternatives": _alternatives(span, len(sampled), facts.texts),
+        "alternatives": _alternatives(span, len(sampled), facts),
     }
 
 
-def _alternatives(span: Span, count: int, texts: TokenTexts | None) -> list[list[tuple[int, str | None, float]]] | None:
+def _alternatives(span: Span, count: int, facts: TokenFacts) -> list[list[tuple[int, str | None, float]]] | None:
     """For each token the likeliest ones at its place, as (id, text, log-probability); None where none are recorded."""
     recorded = span.attributes.get(names.TOP_LOGPROBS)
     if not isinstance(recorded, str):
@@ -439,16 +407,14 @@ def _alternatives(span: Span, count: int, texts: TokenTexts | None) -> list[list
         rows = likeliest_from_text(recorded, count)
     except ValueError:  # written by something else; the span shows what
         return None
-    shown = {token: texts and texts.of([token])[0] for row in rows for token, _ in row}
-    return [[(token, shown[token], value) for token, value in row] for row in rows]
+    return [[(token, facts.text(token), value) for token, value in row] for row in rows]
 
 
 def _versions(span: Span, count: int, updates: Updates) -> list[int] | None:
     """The version of the weights that sampled each token; None where it is not known."""
     runs = span.attributes.get(names.POLICY_VERSIONS)
-    if isinstance(runs, list) and all(isinstance(each, int) for each in cast("list[Any]", runs)):
-        numbers = cast("list[int]", runs)
-        found = [updates(v) for v, n in zip(numbers[::2], numbers[1::2], strict=False) for _ in range(min(n, count))]
+    if is_list(runs) and all(isinstance(each, int) for each in runs):
+        found = [updates(v) for v, n in zip(runs[::2], runs[1::2], strict=False) for _ in range(min(n, count))]
         if len(found) == count:
             return found
     version = version_of(span, updates)
@@ -457,7 +423,7 @@ def _versions(span: Span, count: int, updates: Updates) -> list[int] | None:
 
 def _tokens(span: Span, attribute: str) -> Tokens:
     value = span.attributes.get(attribute)
-    return cast("Tokens", value) if isinstance(value, list) else []
+    return value if is_list(value) else []
 
 
 def first_difference(first: Iterable[Json], second: Iterable[Json]) -> Json | None:

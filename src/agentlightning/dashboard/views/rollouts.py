@@ -3,19 +3,19 @@ ones by cause."""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import attrgetter, itemgetter
 from typing import Any, get_args
 
-from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, group_of, grouped, limited
+from agentlightning.dashboard.data.rollouts import RolloutSummary, as_text, digest_of, group_of, grouped, limited
 from agentlightning.dashboard.data.run_data import RunData
 from agentlightning.dashboard.query import Query, mark_of
 from agentlightning.dashboard.views.runs import mean_of, warnings_of
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.rollouts import Rollout, RolloutMode, RolloutStatus
-from agentlightning.task import task_key
 from agentlightning.training.health.signs import signs_of
 from agentlightning.util.json_values import Json
 
@@ -130,58 +130,55 @@ def _has_failure(row: RolloutSummary, wanted: str) -> bool:
     return bool(failure) if wanted == "any" else wanted in failure
 
 
-def _page(
-    rows: Sequence[RolloutSummary],
-    after: str | None,
-    scanned: int,
-    total: int | None = None,
-    sorts: Sequence[str] = BY_STORE,
-) -> Json:
-    """A page of a table: where the next one begins (None: this is the last one), how many rollouts were read for it,
-    how many match, where the store can count them, and by what it may be sorted."""
-    return {"rows": rows, "next": after, "scanned": scanned, "total": total, "sorts": sorts}
+Page = tuple[Sequence[RolloutSummary], str | None, int, int | None]
+"""Rows, where the next page begins (None: this is the last one), how many rollouts were read for it, and how many match
+(None: the store would have to count them one by one, and is too large for that)."""
 
 
 async def select(run: RunData, table: Table) -> Json:
-    """One page. Raises ConfigError for an order or a cursor that cannot be."""
+    """One page, and by what it may be sorted. Raises ConfigError for an order or a cursor that cannot be."""
     rollouts = None if table.group is None else await run.by_group_name(table.group)
     if table.step is not None:
         rollouts = await rollouts_of_step(run, table.step)
     if rollouts is not None:
-        return await _from_set(run, table, rollouts)
-    if table.sort in BY_SUMMARY:
+        page = await _from_set(run, table, rollouts)
+    elif table.sort in BY_SUMMARY:
         raise ConfigError(
             f"sort={table.sort!r} sorts the rollouts of one step= or group=; a whole store: {', '.join(BY_STORE)}"
         )
-    if table.id is not None and table.after is None and (whole := await run.by_ids([table.id])):
-        return _page(await table.admitted(run, whole), None, 1)
-    return await _scan(run, table)
+    elif table.id is not None and table.after is None and (whole := await run.by_ids([table.id])):
+        page = await table.admitted(run, whole), None, 1, None
+    else:
+        page = await _scan(run, table)
+    rows, after, scanned, total = page
+    sorts = BY_STORE if rollouts is None else SORTS
+    return {"rows": rows, "next": after, "scanned": scanned, "total": total, "sorts": sorts}
 
 
-async def _scan(run: RunData, table: Table) -> Json:
+async def _scan(run: RunData, table: Table) -> Page:
+    """The first matches from a place on, in the order of the store."""
     rows: list[RolloutSummary] = []
-    scanned, cursor, wanted = 0, table.after, table.wanted(run)
+    scanned, cursor, wanted, more = 0, table.after, table.wanted(run), True
     total = await _total(run, table, wanted) if cursor is None and table.by_store else None
     size = table.limit if table.by_store else CHUNK
     by_creation = table.sort in (None, CREATED)
-    offset = 0 if by_creation else table.offset
-    while True:
-        order: dict[str, Any] = (
-            {"newest_first": table.descending, "after": cursor}
-            if by_creation
-            else {"sort_by": table.sort, "sort_order": "desc" if table.descending else "asc", "offset": offset}
-        )
+    while more and len(rows) < table.limit and scanned < MOST_SCANNED:
+        order: dict[str, Any] = {"newest_first": table.descending, "after": cursor}
+        if not by_creation:
+            sort_order = "desc" if table.descending else "asc"
+            order = {"sort_by": table.sort, "sort_order": sort_order, "offset": table.offset + scanned}
         chunk = await run.store.query_rollouts(**wanted, **order, limit=size)
+        more = len(chunk) == size
         found = {each.rollout_id: each for each in await table.admitted(run, chunk)}
-        for place, rollout in enumerate(chunk, 1):
-            scanned, offset = scanned + 1, offset + 1
-            cursor = rollout.rollout_id if by_creation else str(offset)
+        for number, rollout in enumerate(chunk, 1):
+            scanned += 1
+            cursor = rollout.rollout_id if by_creation else str(table.offset + scanned)
             if rollout.rollout_id in found:
                 rows.append(found[rollout.rollout_id])
             if len(rows) == table.limit:
-                return _page(rows, cursor if place < len(chunk) or len(chunk) == size else None, scanned, total)
-        if len(chunk) < size or scanned >= MOST_SCANNED:
-            return _page(rows, cursor if len(chunk) == size else None, scanned, total)
+                more = more or number < len(chunk)
+                break
+    return rows, cursor if more else None, scanned, total
 
 
 async def newer_than(run: RunData, table: Table, newest: str | None) -> tuple[int, bool]:
@@ -197,14 +194,14 @@ async def newer_than(run: RunData, table: Table, newest: str | None) -> tuple[in
 
 
 async def _total(run: RunData, table: Table, wanted: Mapping[str, Any]) -> int | None:
-    """How many match. None: the store would have to count them one by one, and is too large for that."""
+    """How many match; None as in `Page`."""
     kept = not table.modes and wanted["rollout_id_contains"] is None
     if not kept and await run.store.count_rollouts() > MOST_COUNTED:
         return None
     return await run.store.count_rollouts(**wanted)
 
 
-async def _from_set(run: RunData, table: Table, rollouts: Sequence[Rollout]) -> Json:
+async def _from_set(run: RunData, table: Table, rollouts: Sequence[Rollout]) -> Page:
     """The rollouts of a step or a group: few enough to read all of them."""
     rows = await table.admitted(run, rollouts)
     if table.sort is not None:
@@ -212,13 +209,13 @@ async def _from_set(run: RunData, table: Table, rollouts: Sequence[Rollout]) -> 
         known = sorted((each for each in rows if value(each) is not None), key=value, reverse=table.descending)
         rows = [*known, *(each for each in rows if value(each) is None)]
     end = table.offset + table.limit
-    return _page(rows[table.offset : end], str(end) if end < len(rows) else None, len(rollouts), len(rows), SORTS)
+    return rows[table.offset : end], str(end) if end < len(rows) else None, len(rollouts), len(rows)
 
 
 async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
     """The rollouts that a step was given, those that failed or were rejected included, by the audit log and their
     groups; without an audit log those that were started for the turn of the step."""
-    learned, turns = run.run().learned_by(step), f"{run.run_id}-train-"
+    learned, turns = run.run().learned().get(step), f"{run.run_id}-train-"
     own = f"{turns}{step:06d}"
     if learned is None:
         return await run.store.query_rollouts(rollout_id_contains=own)
@@ -237,7 +234,6 @@ async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
 
 MOST_OF_TASK = 20_000
 """Rollouts that are looked through for those of one task, the newest."""
-PAGE_OF_TASK = 1000
 
 
 async def list_rollouts(run: RunData, query: Query) -> Json:
@@ -268,7 +264,7 @@ async def show_step(run: RunData, query: Query) -> Json:
         last = metrics[-1]["step"] if metrics else 0
         raise NotFoundError(f"step {step} is not finished; the last one of {run.name} is {last}")
     rows = await run.summaries.of(await rollouts_of_step(run, step))
-    learned = files.learned_by(step)
+    learned = files.learned().get(step)
     words = {sign.name: asdict(sign) for sign in signs_of([each for each in files.records() if each.step <= step])}
     signs = [each | words.get(each["name"], {}) for each in warnings_of(files, files.state()) if _holds(each, step)]
     return {
@@ -317,23 +313,17 @@ def _group(name: str, members: Sequence[RolloutSummary]) -> Json:
 
 async def show_task(run: RunData, query: Query) -> Json:
     """One task across the versions of the weights: the reward of its rollouts by version, each with its interval."""
-    key, found, after = query["task"], list[Rollout](), None
-    scanned, complete = 0, False
-    while scanned < MOST_OF_TASK and not complete:
-        chunk = await run.store.query_rollouts(
-            rollout_id_contains=run.in_ids, newest_first=True, after=after, limit=PAGE_OF_TASK
-        )
-        found += [each for each in chunk if task_key(each.input) == key]
-        scanned, complete = scanned + len(chunk), len(chunk) < PAGE_OF_TASK
-        after = None if complete else chunk[-1].rollout_id
+    key, in_ids = query["task"], run.in_ids
+    newest = await run.store.query_rollouts(rollout_id_contains=in_ids, newest_first=True, limit=MOST_OF_TASK)
+    found = await asyncio.to_thread(lambda: [each for each in newest if digest_of(each.input) == key])
     if not found:
-        raise NotFoundError(f"no rollout of task {key} among the {scanned} newest of {run.name}")
+        raise NotFoundError(f"no rollout of task {key} among the {len(newest)} newest of {run.name}")
     rows = await run.summaries.of(found[::-1])
     return {
         "task_key": key,
         "task": limited(found[-1].input),
-        "scanned": scanned,
-        "complete": complete,
+        "scanned": len(newest),
+        "complete": len(newest) < MOST_OF_TASK,
         "versions": by_version(rows),
         "rollouts": rows,
     }
@@ -363,7 +353,7 @@ MOST_FAILED = 1000
 
 async def show_server(run: RunData, query: Query) -> Json:
     """Counts of the store, what is running, queues, workers, and the calls that ended last."""
-    return await run.live.shown(run.in_ids)
+    return await run.live(run.in_ids)
 
 
 async def list_failures(run: RunData, query: Query) -> Json:

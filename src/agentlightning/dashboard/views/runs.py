@@ -10,7 +10,7 @@ import re
 import statistics
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from msgspec import structs
 
 from agentlightning.algorithms.apo.text import PARENT
 from agentlightning.dashboard.data.rollouts import RolloutSummary, Updates, grouped, shortened
-from agentlightning.dashboard.data.run_data import Catalog, RunData, files_of_run
+from agentlightning.dashboard.data.run_data import STORE, Catalog, RunData, files_of_run
 from agentlightning.dashboard.data.run_files import (
     RunFiles,
     bounds_of,
@@ -29,10 +29,10 @@ from agentlightning.dashboard.data.run_files import (
     status_record,
 )
 from agentlightning.dashboard.query import Query
-from agentlightning.errors import AgentLightningError, ConfigError, RewardError
+from agentlightning.errors import AgentLightningError, ConfigError, ResumeError, RewardError
 from agentlightning.evaluation.intervals import compare_tasks, mean_interval, mean_of_seeds, paired_gain
-from agentlightning.policy.learner import Resumes, updates_of
 from agentlightning.resources import PromptTemplate, ResourcesUpdate, named_resources, prompts_in
+from agentlightning.rollouts import Rollout
 from agentlightning.task import task_key
 from agentlightning.training.governance import AuditRecord
 from agentlightning.training.persistence.run_dir import RunState
@@ -57,30 +57,26 @@ def charts_of(metrics: Sequence[Mapping[str, Any]]) -> Json:
     """The charts that have a number, whether it is the same at all steps, and the metrics that are in none of them."""
     rows = thinned(metrics)
     names = list(dict.fromkeys(name for row in metrics for name, value in row.items() if number_of(value) is not None))
-    used = {"step", "revision"}
-    found: list[Json] = []
+    columns = {name: [number_of(row.get(name)) for row in rows] for name in names}
+    used, found = {"step", "revision"}, list[Json]()
     for chart in CHARTS:
         labels = {name: label for name, label in chart["metrics"].items() if name in names}
         matches = [match for name in names if (match := re.fullmatch(chart["others"], name))]
         labels |= {match[0]: match[1].replace("_", " ") for match in matches}
-        series = [_series(rows, name, label) for name, label in labels.items()]
-        known = [[value for value in each["values"] if value is not None] for each in series]
+        series = [{"metric": name, "label": label, "values": columns[name]} for name, label in labels.items()]
+        known = [[value for value in columns[name] if value is not None] for name in labels]
         if any(known):
             used |= {*labels, chart["spread"]}
             constant = any(len(own) > 1 for own in known) and all(len(set(own)) < 2 for own in known)
-            band = _band(series[0]["values"], _series(rows, chart["spread"], "")["values"])
+            band = _band(series[0]["values"], columns.get(chart["spread"], ()))
             found.append(chart | {"series": series, "band": band, "constant": constant})
-    others = [name for name in names if name not in used]
+    others = {name: values for name, values in columns.items() if name not in used}
     return {
         "steps": [row.get("step") for row in rows],
         "charts": found,
-        "others": [_series(rows, name, name.replace("_", " ")) for name in others],
+        "others": [{"metric": name, "label": name.replace("_", " "), "values": own} for name, own in others.items()],
         "thinned": len(metrics) - len(rows),
     }
-
-
-def _series(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> Json:
-    return {"metric": name, "label": label, "values": [number_of(row.get(name)) for row in rows]}
 
 
 def _band(values: Sequence[float | None], widths: Sequence[float | None]) -> Json | None:
@@ -112,11 +108,14 @@ WINDOW = 5
 
 async def list_runs(data: Catalog, query: Query) -> Json:
     """Every run and store, and which runs are seeds of one configuration."""
-    known = data.sources().items()
-    sources = dict(sorted(known, key=lambda each: 0.0 if each[1] is None else -each[1].changed()))
-    found = [await asyncio.to_thread(summary, name, files) for name, files in sources.items()]
-    joined = await asyncio.to_thread(joined_runs, {name: files for name, files in sources.items() if files is not None})
-    return {"runs": found, "joined": joined, "writable": data.writable}
+    sources = data.sources()
+    runs = sorted(filter(None, sources.values()), key=lambda each: -each.changed())
+    found = [await asyncio.to_thread(summary, each) for each in runs]
+    # One that cannot be read stands alone.
+    readable = [run for run, each in zip(runs, found, strict=True) if "error" not in each and run.config()]
+    joined = await asyncio.to_thread(joined_runs, readable)
+    store = [OF_STORE] if STORE in sources else []
+    return {"runs": [*found, *store], "joined": joined, "writable": data.writable}
 
 
 async def show_status(run: RunData, query: Query) -> Json:
@@ -128,14 +127,14 @@ async def show_status(run: RunData, query: Query) -> Json:
 async def show_run(run: RunData, query: Query) -> Json:
     """One run: its curves, warnings, result, settings and checkpoints."""
     if run.files is None:
-        return {"summary": summary(run.name, None), "store": await run.store.statistics(), "writable": run.writable}
-    return await asyncio.to_thread(_show, run.name, run.files) | {"writable": run.writable}
+        return {"summary": OF_STORE, "store": await run.store.statistics(), "writable": run.writable}
+    return await asyncio.to_thread(_show, run.files) | {"writable": run.writable}
 
 
-def _show(name: str, files: RunFiles) -> Json:
+def _show(files: RunFiles) -> Json:
     state = files.state()
     return {
-        "summary": summary(name, files),
+        "summary": summary(files),
         "curves": charts_of(files.metrics()),
         "warnings": warnings_of(files, state),
         "held_out": held_out(files, state),
@@ -147,28 +146,26 @@ def _show(name: str, files: RunFiles) -> Json:
     }
 
 
-def summary(name: str, files: RunFiles | None) -> Json:
+OF_STORE: Json = {"name": STORE, "kind": "store", "state": "store", "warnings": 0}
+"""The line of a store by itself in the list of runs."""
+
+
+def summary(files: RunFiles) -> Json:
     """A line of the list of runs. One that cannot be read has an `error` that says why."""
-    if files is None:
-        return {"name": name, "kind": "store", "state": "store", "warnings": 0}
     try:
-        return _summary(name, files)
-    except AgentLightningError as error:
-        return {"name": name, "kind": "run", "state": "unreadable", "error": str(error), "warnings": 0}
-
-
-def _summary(name: str, files: RunFiles) -> Json:
-    state, config, metrics, status = files.state(), files.config(), files.metrics(), files.status()
-    algorithm = state.algorithm or (None if config is None else config.algorithm.type)
+        state = files.state()
+    except ResumeError as error:
+        return {"name": files.name, "kind": "run", "state": "unreadable", "error": str(error), "warnings": 0}
+    config, metrics, status = files.config(), files.metrics(), files.status()
     rewards = [r for row in metrics if (r := number_of(row.get("reward"))) is not None]
     speeds = [s for row in metrics[-WINDOW:] if (s := number_of(row.get("tokens_per_second"))) is not None]
     return {
-        "name": name,
+        "name": files.name,
         "kind": "run",
         "state": status,
-        "algorithm": algorithm,
+        "algorithm": state.algorithm or (config and config.algorithm.type),
         "model": config.policy.model if config is not None and state.learns_weights else None,
-        "agent": None if config is None else config.agent or ("a live object" if "agent" in state.objects else None),
+        "agent": config and (config.agent or ("a live object" if "agent" in state.objects else None)),
         "step": max(state.step, len(metrics)),
         "steps": files.steps(),
         "seconds": state.seconds,
@@ -297,8 +294,6 @@ METRICS = (
     "tokens_per_second",
 )
 """Those whose curves are shown."""
-Groups = Sequence[Sequence[str]]
-"""Names of runs by configuration."""
 
 
 async def compare(data: Catalog, query: Query) -> Json:
@@ -306,48 +301,42 @@ async def compare(data: Catalog, query: Query) -> Json:
     names = list(dict.fromkeys(query.names("runs")))
     if not 2 <= len(names) <= MOST_RUNS:
         raise ConfigError(f"runs={','.join(names)!r} names {len(names)} runs; name 2 to {MOST_RUNS}, as runs=A,B")
-    return await asyncio.to_thread(_compare, {name: files_of_run(name, data.source(name)) for name in names})
+    return await asyncio.to_thread(_compare, [files_of_run(name, data.source(name)) for name in names])
 
 
-def _compare(files: Mapping[str, RunFiles]) -> Json:
-    groups: Groups = [[name] for name in files]
-    rows: list[Json] = []
-    ungrouped = ""
+def _compare(runs: Sequence[RunFiles]) -> Json:
+    groups, rows, ungrouped = [[run] for run in runs], list[Json](), ""
     try:
-        found = configurations(files.values())
-        names = {each.path: name for name, each in files.items()}
-        groups = [[names[run.path] for run in each.runs.values()] for each in found]
+        found = configurations(runs)
+        groups = [[*each.runs.values()] for each in found]
         rows = compared_configurations(found)
     except AgentLightningError as error:
         ungrouped = str(error)
-    heads = {group[0]: files[group[0]] for group in groups}
+    heads = [group[0] for group in groups]
     return {
-        "groups": groups,
+        "groups": [[run.name for run in group] for group in groups],
         "configurations": rows,
         "ungrouped": ungrouped,
-        "curves": [{"metric": each, "series": _curves(each, groups, files)} for each in METRICS],
+        "curves": [{"metric": each, "series": [_curve(each, group) for group in groups]} for each in METRICS],
         "settings": _different_settings(heads),
-        "tasks": [_shared_tasks(groups[0][0], name, heads) for name in [*heads][1:]],
-        "summaries": [summary(name, each) for name, each in files.items()],
+        "tasks": [_shared_tasks(heads[0], other) for other in heads[1:]],
+        "summaries": [summary(run) for run in runs],
     }
 
 
-def _curves(metric: str, groups: Groups, files: Mapping[str, RunFiles]) -> list[Json]:
-    """A metric by step: of each configuration the mean over its runs, as far as all of them are, with its interval."""
-    found: list[Json] = []
-    for group in groups:
-        lines = [[(row["step"], number_of(row.get(metric))) for row in files[name].metrics()] for name in group]
-        known = [{step: value for step, value in line if value is not None} for line in lines]
-        steps = thinned(sorted(set.intersection(*map(set, known))))
-        means = [mean_of_seeds(dict(enumerate(line[step] for line in known))) for step in steps]
-        low, high = ([each.interval and each.interval[side] for each in means] for side in (0, 1))
-        found.append({"steps": steps, "values": [each.mean for each in means], "low": low, "high": high})
-    return found
+def _curve(metric: str, group: Iterable[RunFiles]) -> Json:
+    """A metric by step: the mean over the runs of a configuration, as far as all of them are, with its interval."""
+    lines = [[(row["step"], number_of(row.get(metric))) for row in run.metrics()] for run in group]
+    known = [{step: value for step, value in line if value is not None} for line in lines]
+    steps = thinned(sorted(set.intersection(*map(set, known))))
+    means = [mean_of_seeds(dict(enumerate(line[step] for line in known))) for step in steps]
+    low, high = ([each.interval and each.interval[side] for each in means] for side in (0, 1))
+    return {"steps": steps, "values": [each.mean for each in means], "low": low, "high": high}
 
 
-def _different_settings(files: Mapping[str, RunFiles]) -> list[Json]:
+def _different_settings(runs: Iterable[RunFiles]) -> list[Json]:
     """Settings whose values differ, by name."""
-    settings = {name: each.settings() for name, each in files.items()}
+    settings = {run.name: run.settings() for run in runs}
     found: list[Json] = [
         {"setting": setting, "values": {name: own.get(setting) for name, own in settings.items()}}
         for setting in sorted({*chain(*settings.values())})
@@ -355,15 +344,14 @@ def _different_settings(files: Mapping[str, RunFiles]) -> list[Json]:
     return [each for each in found if len({*map(repr, each["values"].values())}) > 1]
 
 
-def _shared_tasks(first: str, second: str, files: Mapping[str, RunFiles]) -> Json:
+def _shared_tasks(first: RunFiles, second: RunFiles) -> Json:
     """The held-out tasks that two runs share, by their content: reward after training, with the paired difference."""
-    found: Json = {"first": first, "second": second, "modes": {}, "error": ""}
-    runs = files[first], files[second]
+    found: Json = {"first": first.name, "second": second.name, "modes": {}, "error": ""}
     try:
-        mine, theirs = (each.state().evaluations for each in runs)
-        own, others = ([(task_key(task), task) for task in each.tasks("held_out")] for each in runs)
+        mine, theirs = (each.state().evaluations for each in (first, second))
     except AgentLightningError as error:
         return found | {"error": str(error)}
+    own, others = ([(task_key(task), task) for task in each.tasks("held_out")] for each in (first, second))
     for name in mine:
         if name.startswith("after-") and name in theirs:
             known = {key: reward for (key, _), reward in zip(others, theirs[name], strict=False)}
@@ -414,17 +402,16 @@ async def list_tasks(run: RunData, query: Query) -> Json:
     steps = _steps(files)
     chosen = query.choice("set", SETS)
     if chosen is None:
-        points = {mode: await _points(run, own) for mode, own in steps.items()}
-        return {"modes": {mode: found for mode, own in points.items() if (found := _means(own))}}
+        modes: dict[str, list[Json]] = {}
+        for mode, own in steps.items():
+            means = {label: mean_of(rows) for label, rows in (await _points(run, own)).items()}
+            modes[mode] = [{"step": int(label), **mean} for label, mean in means.items() if mean]
+        return {"modes": {mode: own for mode, own in modes.items() if own}}
     names = [*dict.fromkeys([*held_out_modes(files.state()), *steps])]
     mode = query.choice("mode", names, next(iter(names), None))
     held_out = {} if mode is None else _held_out(files, mode)
     wanted = held_out if chosen == "held_out" else dict(thinned([*steps.get(str(mode), {}).items()], MOST_MEASUREMENTS))
     return {"set": chosen, "mode": mode, "names": names, **_by_task(await _points(run, wanted))}
-
-
-def _means(points: Points) -> list[Json]:
-    return [{"step": int(label), **found} for label, rows in points.items() if (found := mean_of(rows)) is not None]
 
 
 def _steps(files: RunFiles) -> dict[str, dict[str, str]]:
@@ -515,7 +502,7 @@ async def list_resources(run: RunData, query: Query) -> Json:
     )
     pairs = zip(newest[:limit], [*newest[1:], None], strict=False)
     return {
-        "versions": [_version(*each, run.summaries.updates) for each in pairs],
+        "versions": [_version(*each, run.updates) for each in pairs],
         "next": str(offset + limit) if len(newest) > limit else None,
     }
 
@@ -538,41 +525,33 @@ def _version(update: ResourcesUpdate, before: ResourcesUpdate | None, updates: U
 
 
 def changed_prompts(old: Mapping[str, PromptTemplate], new: Mapping[str, PromptTemplate]) -> list[Json]:
-    """The prompt templates that differ, line by line. One without a counterpart is left out: it is new."""
-    return [
-        {"name": name, "lines": diff_of(old[name], each)}
-        for name, each in new.items()
-        if name in old and old[name] != each
-    ]
-
-
-def diff_of(before: PromptTemplate, after: PromptTemplate) -> list[dict[str, str]]:
-    """The lines of two templates: kind `same`, `added` or `removed`."""
-    kinds = {" ": "same", "+": "added", "-": "removed"}
-    lines = difflib.ndiff(before.template.splitlines(), after.template.splitlines())
-    return [{"kind": kinds[line[0]], "text": line[2:]} for line in lines if line[0] in kinds][:MOST_LINES]
+    """The prompt templates that differ, line by line: kind `same`, `added` or `removed`. One without a counterpart is
+    left out: it is new."""
+    kinds, found = {" ": "same", "+": "added", "-": "removed"}, list[Json]()
+    for name, each in new.items():
+        if name in old and old[name] != each:
+            diff = difflib.ndiff(old[name].template.splitlines(), each.template.splitlines())
+            lines = [{"kind": kinds[line[0]], "text": line[2:]} for line in diff if line[0] in kinds]
+            found.append({"name": name, "lines": lines[:MOST_LINES]})
+    return found
 
 
 async def list_weights(run: RunData, query: Query) -> Json:
     """Versions of the weights by the audit log, the newest first: from which rollouts, with which scores, what the gate
     decided, and which checkpoints hold them."""
-    files = run.run()
-    return await asyncio.to_thread(_weights, files, query.integer("limit", 200, 1, 2000), query.integer("after", 0))
-
-
-def _weights(files: RunFiles, limit: int, offset: int) -> Json:
-    newest, state = files.audit()[::-1], files.state()
+    files, limit, offset = run.run(), query.integer("limit", 200, 1, 2000), query.integer("after", 0)
+    newest, state = (await asyncio.to_thread(files.audit))[::-1], files.state()
     kept = {path.name for path in (files.path / "checkpoints").glob("step-*")}
     return {
-        "records": [_record(each, kept, state.resumes) for each in newest[offset : offset + limit]],
+        "records": [_record(each, kept, run.updates) for each in newest[offset : offset + limit]],
         "next": str(offset + limit) if offset + limit < len(newest) else None,
         "best_step": state.best_step,
         "has_audit": bool(newest),
     }
 
 
-def _record(record: AuditRecord, kept: set[str], resumes: Resumes) -> Json:
-    version = None if record.version is None else updates_of(record.version, resumes)
+def _record(record: AuditRecord, kept: set[str], updates: Updates) -> Json:
+    version = None if record.version is None else updates(record.version)
     fields = structs.asdict(record)
     del fields["resources"]
     return {
@@ -591,64 +570,49 @@ TRIAL = re.compile(r"-([0-9a-f]{16})-(train|validation)\d{5}-\d+(-again|$)")
 """In the id of a rollout: a digest of the candidate's texts, and the tasks that it was tried on."""
 
 
-@dataclass
-class Candidate:
-    """The texts of a candidate, and its rollouts."""
-
-    number: int
-    at: int
-    """The evaluation of the search that was its first."""
-    prompts: Mapping[str, PromptTemplate]
-    parent: Candidate | None
-    """The one that it was made from. None: the first of a search, or not known."""
-    led: bool = False
-    """Whether it is the result, or came before it."""
-    train: list[RolloutSummary] = field(default_factory=list[RolloutSummary])
-    validation: list[RolloutSummary] = field(default_factory=list[RolloutSummary])
-
-    @property
-    def texts(self) -> dict[str, str]:
-        return {name: each.template for name, each in self.prompts.items()}
-
-    def as_json(self, result: Mapping[str, str]) -> Json:
-        return {
-            "number": self.number,
-            "at": self.at,
-            "parent": self.parent and self.parent.number,
-            "led": self.led,
-            "texts": self.texts,
-            "train": mean_of(self.train),
-            "validation": mean_of(self.validation),
-            "tokens": sum(row.prompt_tokens + row.sampled_tokens for row in chain(self.train, self.validation)),
-            "changed": changed_prompts(self.parent.prompts if self.parent else {}, self.prompts),
-            "result": self.texts == result,
-        }
-
-
 async def show_search(run: RunData, query: Query) -> Json:
     """The candidates of a search, as far as the store has their rollouts."""
-    trials = f"{run.run_id}-trial-"
+    trials, result = f"{run.run_id}-trial-", run.run().prompts()["prompts"]
     updates = await run.store.query_resources(resources_id_contains=trials)
     prompts = {each.resources_id: prompts_in(each.resources) for each in updates}
     rollouts = await run.store.query_rollouts(rollout_id_contains=trials)
-    parents = [each.metadata.get(PARENT) for each in rollouts]
-    rows = zip(await run.summaries.of(rollouts), parents, strict=True)
-    return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, run.run().prompts()["prompts"])}
+    rows = zip(rollouts, await run.summaries.of(rollouts), strict=True)
+    return {"candidates": await asyncio.to_thread(_candidates, rows, prompts, result)}
 
 
 def _candidates(
-    rows: Iterable[tuple[RolloutSummary, Any]],
-    prompts: Mapping[str, dict[str, PromptTemplate]],
+    rows: Iterable[tuple[Rollout, RolloutSummary]],
+    prompts: Mapping[str, Mapping[str, PromptTemplate]],
     result: Mapping[str, str],
 ) -> list[Json]:
-    found: dict[str, Candidate] = {}
-    for at, (row, parent) in enumerate(rows, 1):
+    """Each with the evaluation of the search that was its first, `at`; the one that it was made from (None: the first
+    of a search, or not known), and what it changed of it; and whether it is the result, or `led` to it."""
+    found: dict[str, Json] = {}
+    texts: dict[str, Mapping[str, PromptTemplate]] = {}
+    tried: dict[str, dict[str, list[RolloutSummary]]] = {}
+    for at, (rollout, row) in enumerate(rows, 1):
         named, own = TRIAL.search(row.rollout_id), prompts.get(row.resources_id or "")
-        if named is not None and own is not None:
-            new = Candidate(len(found), at, own, found.get(parent))
-            getattr(found.setdefault(named[1], new), named[2]).append(row)
+        if named is None or own is None:
+            continue
+        if (digest := named[1]) not in found:
+            parent = str(rollout.metadata.get(PARENT))
+            found[digest] = {
+                "number": len(found),
+                "at": at,
+                "parent": found[parent]["number"] if parent in found else None,
+                "led": False,
+                "texts": {name: each.template for name, each in own.items()},
+                "changed": changed_prompts(texts.get(parent, {}), own),
+            }
+            texts[digest], tried[digest] = own, {"train": [], "validation": []}
+        tried[digest][named[2]].append(row)
     every = list(found.values())
-    best = next((each for each in every if each.texts == result), None)
+    for each, parts in zip(every, tried.values(), strict=True):
+        tokens = sum(row.prompt_tokens + row.sampled_tokens for row in chain(*parts.values()))
+        means = {part: mean_of(own) for part, own in parts.items()}
+        each |= {"tokens": tokens, "result": each["texts"] == result, **means}
+    best = next((each for each in every if each["result"]), None)
     while best is not None:
-        best.led, best = True, best.parent
-    return [each.as_json(result) for each in every]
+        best["led"] = True
+        best = None if best["parent"] is None else every[best["parent"]]
+    return every
