@@ -15,7 +15,6 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from errno import EAGAIN
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, Final
 from agentlightning.errors import AgentError, ConfigError, DatasetError
 from agentlightning.integrations.base import Address
 from agentlightning.tracing.emit import emit_annotation, emit_reward
+from agentlightning.util.event_loop import run_sync
 
 PYTHON: Final = "AGL_VERIFIERS_PYTHON"
 """Environment variable with the path of the Python that has verifiers."""
@@ -55,16 +55,15 @@ def load(address: Address) -> list[Any]:
     }
     request = {"method": "tasks", "env": env, "limit": address.size * (CANDIDATES if address.part else 1)}
     worker = Worker(python)
-    with ThreadPoolExecutor(1) as another:  # this thread may have an event loop
-        try:
-            tasks = another.submit(asyncio.run, worker.request({**request, "seed": address.seed})).result()
-        except AgentError as error:
-            raise DatasetError(f"verifiers:{address.name} cannot be loaded by {python}: {error}") from error
-        except BaseException:  # an interrupt ends the load too
-            worker.kill()
-            raise
-        finally:
-            worker.close()
+    try:
+        tasks = run_sync(worker.request({**request, "seed": address.seed}))
+    except AgentError as error:
+        raise DatasetError(f"verifiers:{address.name} cannot be loaded by {python}: {error}") from error
+    except BaseException:  # an interrupt ends the load too
+        worker.kill()
+        raise
+    finally:
+        worker.close()
     kept = [task for task in tasks if address.keeps(str(task["index"]))][: address.size]
     if not kept:
         raise DatasetError(f"verifiers:{address.name} has no task{f' in part={address.part}' if address.part else ''}")
