@@ -78,7 +78,9 @@ class Chosen:
     registry: Registry
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        dump = core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True)
+        dump = core_schema.plain_serializer_function_ser_schema(
+            lambda value, info: value.model_dump(mode=info.mode), info_arg=True
+        )
         return core_schema.no_info_plain_validator_function(self.read, serialization=dump)
 
     def read(self, value: Any) -> Any:
@@ -102,26 +104,12 @@ class Chosen:
         yield from map(_settings_class, {**ours, **self.registry.found}.values())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Named:
-    """In the annotation of a setting: the name of one of a registry, which is imported where it is used."""
-
-    registry: Registry
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(self.registry.named, handler(source))
-
-
 def _settings_class(part: Any) -> type[BaseModel]:
     return getattr(part, "config_class", part)
 
 
 def _as_table(setting: Any) -> Table:
     return dict(cast(Table, setting)) if isinstance(setting, Mapping) else {"type": setting}
-
-
-def _dump(value: BaseModel, info: Any) -> Any:
-    return value.model_dump(mode=info.mode)
 
 
 def one_or_several(value: Any) -> str:
@@ -166,15 +154,15 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     for _, own in sources:
         _merge(table, deepcopy(own))
     _read_none(table, dict(_known(model)))
-    _fill(table, _defaults(model))
-    return _validated(model, table, sources)
+    return _made(model, table, sources)
 
 
-def _defaults(model: type[BaseModel]) -> Table:
-    return {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
-
-
-def _validated(model: type[M], table: Table, sources: Sequence[Source]) -> M:
+def _made(model: type[M], table: Table, sources: Sequence[Source], base: M | None = None) -> M:
+    if base is None:
+        _fill(table, {name: each.get_default(call_default_factory=True) for name, each in model.model_fields.items()})
+    else:
+        _fill(table, dict(base))
+        table = {**_set(base), **table}
     try:
         return model.model_validate(table, extra="forbid")
     except ValidationError as error:
@@ -205,13 +193,7 @@ def settings_from(
 
     Raises ConfigError as `load_settings` does; `source` is what its message says about the origin of the values.
     """
-    table = _expanded(model, dict(values))
-    _fill(table, _defaults(model) if base is None else dict(base))
-    made = _validated(model, table if base is None else {**dict(base), **table}, [(source, dict(values))])
-    if base is None:
-        return made
-    changed = {name: value for name, value in made if name in table or value != getattr(base, name)}
-    return base.model_copy(update=changed)
+    return _made(model, _expanded(model, dict(values)), [(source, dict(values))], base)
 
 
 def is_secret(name: str) -> bool:
@@ -247,11 +229,11 @@ def _read_override(text: str) -> Table:
         table = tomllib.loads(f"{key}=0")
     except tomllib.TOMLDecodeError:
         raise ConfigError(f"{key!r} is not the name of a setting; write section.key=value") from None
-    inner = table
-    while isinstance(next(iter(inner.values())), dict):
-        inner = next(iter(inner.values()))
-    inner[next(iter(inner))] = _read_value(value)
-    return table
+    return _with_value(table, _read_value(value))
+
+
+def _with_value(table: Table, value: Any) -> Table:
+    return {key: _with_value(inner, value) if is_table(inner) else value for key, inner in table.items()}
 
 
 def _read_value(text: str) -> Any:
@@ -292,14 +274,19 @@ def _read_none(table: Table, known: Mapping[str, FieldInfo], prefix: str = "") -
 
 
 def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
-    """Complete partial sections from the defaults: pydantic would use those of the class, not of the section."""
+    """Complete partial sections by what the defaults set: pydantic would use those of the class, not of the section."""
     for name, default in defaults.items():
         given = table.get(name)
         if is_table(given) and isinstance(default, BaseModel):
             section, inner = _expanded(type(default), given), dict(default)
             if section.get("type", inner.get("type")) == inner.get("type"):
                 _fill(section, inner)
-                table[name] = {**inner, **section}
+                table[name] = {**_set(default), **section}
+
+
+def _set(settings: BaseModel) -> Table:
+    """What was set of the settings, and `type`, which says whose they are."""
+    return {name: value for name, value in settings if name == "type" or name in settings.model_fields_set}
 
 
 def _expanded(model: type[BaseModel], settings: Table) -> Table:
@@ -314,30 +301,26 @@ def _expanded(model: type[BaseModel], settings: Table) -> Table:
 def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()) -> Iterator[tuple[str, FieldInfo]]:
     """Every setting by its dotted name, including sections, all members of unions, and items of lists (as `*`)."""
     for name, field in model.model_fields.items():
-        full = prefix + name
-        yield full, field
-        for member in _members(Annotated[field.annotation, None, *field.metadata]):
-            items = _members(get_args(member)[0]) if get_origin(member) in (tuple, list) else ()
-            for part, start in ((member, f"{full}."), *((item, f"{full}.{_ITEM}.") for item in items)):
-                if isinstance(part, type) and issubclass(part, BaseModel):
-                    yield from _known(part, start, (*outer, model)) if part not in (*outer, model) else ()
+        yield prefix + name, field
+        for part, full in _models(Annotated[field.annotation, None, *field.metadata], prefix + name):
+            if part not in (*outer, model):
+                yield from _known(part, f"{full}.", (*outer, model))
 
 
-def _members(annotation: Any) -> Iterator[Any]:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        inner, *metadata = get_args(annotation)
-        chosen = next((each for each in metadata if isinstance(each, Chosen)), None)
-        yield from _members(inner) if chosen is None else chosen.classes()
-    elif origin in (Union, UnionType):
-        for argument in get_args(annotation):
-            yield from _members(argument)
-    else:
-        yield annotation
+def _models(annotation: Any, name: str) -> Iterator[tuple[type[BaseModel], str]]:
+    """The models that a setting may hold, with their names."""
+    origin, chosen = get_origin(annotation), (each for each in get_args(annotation) if isinstance(each, Chosen))
+    if (one := next(chosen, None)) is not None:
+        yield from ((each, name) for each in one.classes())
+    elif origin in (Annotated, Union, UnionType, tuple, list):
+        for each in get_args(annotation):
+            yield from _models(each, f"{name}.{_ITEM}" if origin in (tuple, list) else name)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, name
 
 
 def _optional(annotation: Any) -> bool:
-    return any(member in (None, NoneType, Any) for member in _members(annotation))
+    return annotation in (None, Any) or NoneType in get_args(annotation)
 
 
 # -- mistakes --------------------------------------------------------------------------------------------------------
@@ -552,17 +535,6 @@ def _fields(model: BaseModel) -> Table:
     }
 
 
-def _set_fields(model: BaseModel) -> dict[str, Any]:
-    """The settings that are not at their default, and `type`, which says whose settings they are. With a preset, all of
-    them: it fills in what is not there."""
-    whole, fields = getattr(model, "preset", None) is not None, type(model).model_fields
-    return {
-        name: value
-        for name, value in _fields(model).items()
-        if whole or name == "type" or getattr(model, name) != fields[name].get_default(call_default_factory=True)
-    }
-
-
 def _comment(texts: Mapping[str, str], name: str) -> Iterator[str]:
     for line in texts.get(name, "").splitlines():
         yield f"# {line}".rstrip()
@@ -589,7 +561,7 @@ def _value(value: Any, name: str) -> str:
     import tomlkit
 
     if isinstance(value, BaseModel):
-        value = _set_fields(value)
+        value = {key: each for key, each in _fields(value).items() if key in _set(value)}
     if is_table(value):
         items = value.items()
         inner = ", ".join(f"{tomlkit.key(key).as_string()} = {_value(item, name)}" for key, item in items)
