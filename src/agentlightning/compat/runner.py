@@ -293,10 +293,8 @@ class LitAgentRunner:
         return rollout
 
     def _stored(self) -> LightningStoreBase:
-        if self._agent is None:
-            raise ConfigError("the runner has no agent; call init(agent) first")
-        if self._store is None:
-            raise ConfigError("the runner has no store; call init_worker(worker_id, store) first")
+        if self._agent is None or self._store is None:
+            raise ConfigError("the runner has no agent or no store; call init(agent) and init_worker(id, store) first")
         return self._store
 
     def _runner(self, **options: Any) -> Runner:

@@ -385,7 +385,10 @@ def _unknown(path: Sequence[str], sources: Sequence[Source], known: Sequence[str
     of_run = RUN_SETTING in known
     if of_run and path[-1].lower() in DIRECTORIES:
         return f"{line}; {OF_RUN}"
-    found = _synonym(shape, known) or nearest(shape, known)
+    section, _, last = shape.rpartition(".")
+    ours = next((ours for theirs, ours in SYNONYMS.items() if last.lower() in theirs.split()), "")
+    candidates = (nearest(f"{section}.{each}".lstrip("."), known) for each in (*ours.split(), last))
+    found = next(filter(None, candidates), None)
     if found is None:
         return f"{line}; no known one is like it" + (" (all of them: agl train --print-config)" if of_run else "")
     for number in numbers:
@@ -404,8 +407,8 @@ PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rei
 """Those of `LightningRL`, which other trainers have as algorithms."""
 SYNONYMS = {
     "lr learning_rate": "optimizer.lr",
-    "rank lora_rank lora_r": "policy.lora.r lora.r",
-    "lora_alpha": "policy.lora.alpha lora.alpha",
+    "rank lora_rank lora_r": "lora.r",
+    "lora_alpha": "lora.alpha",
     "kl kl_coef": "kl_in_reward",
     "weight_decay": "optimizer.weight_decay",
     "warmup warmup_ratio": "optimizer.warmup_steps",
@@ -424,18 +427,6 @@ SYNONYMS = {
 }
 """Names of settings in other trainers -> how the name ends here. Tried before similarity of spelling, which finds
 `aggregate` for `learning_rate`."""
-
-
-def _synonym(name: str, known: Sequence[str]) -> str | None:
-    """The setting that has this name in another trainer; settings of the algorithm come first."""
-    section, _, last = name.rpartition(".")
-
-    def distance(other: str) -> tuple[bool, bool, int, str]:
-        return not other.startswith(section), not other.startswith("algorithm"), other.count("."), other
-
-    endings = next((endings for names, endings in SYNONYMS.items() if last.lower() in names.split()), "")
-    found = [[other for other in known if f".{other}".endswith(f".{ending}")] for ending in endings.split()]
-    return min(next(filter(None, found), ()), key=distance, default=None)
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
@@ -513,18 +504,17 @@ def dump_toml(settings: BaseModel) -> str:
 
 
 def _lines(settings: BaseModel, prefix: str) -> Iterator[str]:
-    texts, sections = field_texts(type(settings)), dict[str, BaseModel]()
-    for name, value in _fields(settings).items():
-        if isinstance(value, BaseModel):
-            sections[name] = value
+    texts = field_texts(type(settings))
+    for name, value in sorted(_fields(settings).items(), key=lambda field: isinstance(field[1], BaseModel)):
+        section = value if isinstance(value, BaseModel) else None
+        if section is not None:
+            yield ""
+        yield from (f"# {line}".rstrip() for line in texts.get(name, "").splitlines())
+        if section is not None:
+            yield f"[{prefix}{name}]"
+            yield from _lines(section, f"{prefix}{name}.")
         else:
-            yield from _comment(texts, name)
             yield f"{name} = {_value(value, prefix + name)}"
-    for name, section in sections.items():
-        yield ""
-        yield from _comment(texts, name)
-        yield f"[{prefix}{name}]"
-        yield from _lines(section, f"{prefix}{name}.")
 
 
 def _fields(model: BaseModel) -> Table:
@@ -533,11 +523,6 @@ def _fields(model: BaseModel) -> Table:
     return {
         name: NONE if value is None else value if isinstance(value, parts) else dumped[name] for name, value in model
     }
-
-
-def _comment(texts: Mapping[str, str], name: str) -> Iterator[str]:
-    for line in texts.get(name, "").splitlines():
-        yield f"# {line}".rstrip()
 
 
 @cache
