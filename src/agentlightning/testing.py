@@ -18,6 +18,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Self, cast
 
 import orjson
@@ -60,6 +61,7 @@ class ByteChatFormat(ChatFormat):
         return data.decode("utf-8", errors="replace")
 
 
+@dataclass(eq=False)
 class ScriptedEngine:
     """An `Engine` that returns scripted answers.
 
@@ -68,26 +70,19 @@ class ScriptedEngine:
     before each step of `tokens_per_step` tokens. `calls` records the prompt and parameters of each call.
     """
 
-    def __init__(
-        self,
-        script: Iterable[str | Exception] | Callable[[list[Message]], str],
-        *,
-        chat: ChatFormat | None = None,
-        model: str = "scripted",
-        context_length: int = 32768,
-        delay: float = 0.0,
-        tokens_per_step: int = 1,
-        policy_version: int = 0,
-    ) -> None:
-        self.model = model
-        self.context_length = context_length
-        self.chat: ChatFormat = chat or ByteChatFormat()
-        self.supported_params: frozenset[str] = frozenset()
-        self.delay = delay
-        self.tokens_per_step = tokens_per_step
-        self.calls: list[tuple[list[int], SamplingParams]] = []
-        self._script = script if callable(script) else iter(list(script))
-        self.policy_version = policy_version
+    script: Iterable[str | Exception] | Callable[[list[Message]], str]
+    _: KW_ONLY
+    chat: ChatFormat = field(default_factory=ByteChatFormat)
+    model: str = "scripted"
+    context_length: int = 32768
+    delay: float = 0.0
+    tokens_per_step: int = 1
+    policy_version: int = 0
+    supported_params: frozenset[str] = frozenset()
+    calls: list[tuple[list[int], SamplingParams]] = field(default_factory=list[tuple[list[int], SamplingParams]])
+
+    def __post_init__(self) -> None:
+        self._script = self.script if callable(self.script) else iter(list(self.script))
 
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         return False
