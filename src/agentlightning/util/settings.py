@@ -90,11 +90,10 @@ class Chosen:
             if not name or (":" not in name and name not in self.registry.names()):
                 name = reference_to(self.registry.check(type(value)))
         else:
-            given = self.registry.canonical(value)
-            table = _as_table(given)
+            table = _as_table(self.registry.canonical(value))
             name = table.pop("type", None)
             model = _settings_class(self.registry.find(name))
-            _read_none(table, dict(_known(model)))
+            _read_none(table, model)
             made = model.model_validate(table)
         return made if getattr(made, "type", name) == name else made.model_copy(update={"type": name})
 
@@ -123,8 +122,7 @@ def chosen(setting: Any, registry: Registry) -> Any:
         return Chosen(registry).read(setting)
     except ValidationError as error:
         table = _as_table(setting)
-        known = [name for name, _ in _known(_settings_class(registry.find(table["type"])))]
-        lines = _explain(error.errors(), table, [], known)
+        lines = _explain(error, table, [], _settings_class(registry.find(table["type"])))
         raise ConfigError(f'{registry.noun} "{table["type"]}" cannot be used: {"; ".join(lines)}') from error
 
 
@@ -153,7 +151,7 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     table: Table = {}
     for _, own in sources:
         _merge(table, deepcopy(own))
-    _read_none(table, dict(_known(model)))
+    _read_none(table, model)
     return _made(model, table, sources)
 
 
@@ -166,7 +164,7 @@ def _made(model: type[M], table: Table, sources: Sequence[Source], base: M | Non
     try:
         return model.model_validate(table, extra="forbid")
     except ValidationError as error:
-        lines = _explain(error.errors(), table, sources, [name for name, _ in _known(model)])
+        lines = _explain(error, table, sources, model)
     head = f"{len(lines)} invalid settings:\n  " if len(lines) > 1 else ""
     raise ConfigError(head + "\n  ".join(lines))
 
@@ -261,16 +259,15 @@ def _merge(into: Any, table: Table, name: str = "") -> None:
             into[place] = value
 
 
-def _read_none(table: Table, known: Mapping[str, FieldInfo], prefix: str = "") -> None:
-    for key, value in table.items():
-        if is_table(value):
-            _read_none(value, known, f"{prefix}{key}.")
-        elif is_list(value):
-            for item in value:
-                if is_table(item):
-                    _read_none(item, known, f"{prefix}{key}.{_ITEM}.")
-        elif value == NONE and (field := known.get(prefix + key)) is not None and _optional(field.annotation):
-            table[key] = None
+def _read_none(table: Table, model: type[BaseModel]) -> None:
+    for name, field in model.model_fields.items():
+        given = table.get(name)
+        if given == NONE and (field.annotation is Any or NoneType in get_args(field.annotation)):
+            table[name] = None
+        tables = [each for each in (given if is_list(given) else [given]) if is_table(each)]
+        for part, _ in _models(field, name) if tables else ():
+            for each in tables:
+                _read_none(each, part)
 
 
 def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
@@ -298,40 +295,36 @@ def _expanded(model: type[BaseModel], settings: Table) -> Table:
 # -- the schema ------------------------------------------------------------------------------------------------------
 
 
-def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()) -> Iterator[tuple[str, FieldInfo]]:
+def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()) -> Iterator[str]:
     """Every setting by its dotted name, including sections, all members of unions, and items of lists (as `*`)."""
     for name, field in model.model_fields.items():
-        yield prefix + name, field
-        for part, full in _models(Annotated[field.annotation, None, *field.metadata], prefix + name):
+        yield prefix + name
+        for part, full in _models(field, prefix + name):
             if part not in (*outer, model):
                 yield from _known(part, f"{full}.", (*outer, model))
 
 
-def _models(annotation: Any, name: str) -> Iterator[tuple[type[BaseModel], str]]:
-    """The models that a setting may hold, with their names."""
-    origin, chosen = get_origin(annotation), (each for each in get_args(annotation) if isinstance(each, Chosen))
-    if (one := next(chosen, None)) is not None:
-        yield from ((each, name) for each in one.classes())
+def _models(setting: Any, name: str) -> Iterator[tuple[type[BaseModel], str]]:
+    """The models that a setting, or a part of its annotation, may hold, with their names."""
+    if isinstance(setting, FieldInfo):
+        setting = Annotated[setting.annotation, None, *setting.metadata]
+    origin, arguments = get_origin(setting), get_args(setting)
+    if chosen := [each for each in arguments if isinstance(each, Chosen)]:
+        yield from ((each, name) for each in chosen[0].classes())
     elif origin in (Annotated, Union, UnionType, tuple, list):
-        for each in get_args(annotation):
+        for each in arguments:
             yield from _models(each, f"{name}.{_ITEM}" if origin in (tuple, list) else name)
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation, name
-
-
-def _optional(annotation: Any) -> bool:
-    return annotation in (None, Any) or NoneType in get_args(annotation)
+    elif isinstance(setting, type) and issubclass(setting, BaseModel):
+        yield setting, name
 
 
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def _explain(
-    errors: Sequence[ErrorDetails], table: Table, sources: Sequence[Source], known: Sequence[str]
-) -> list[str]:
+def _explain(errors: ValidationError, table: Table, sources: Sequence[Source], model: type[BaseModel]) -> list[str]:
     """One line for each setting. The errors of the members of a union are joined."""
-    lines: dict[str, str] = {}
-    for error in errors:
+    lines, known = dict[str, str](), [*_known(model)]
+    for error in errors.errors():
         path = _path(error, table)
         if error["type"] == "extra_forbidden":
             for full in _leaves(path, error["input"]):
