@@ -31,8 +31,8 @@ from starlette.routing import Route
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
 from agentlightning.chat.tool_calls.formats import HERMES
-from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams
-from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
+from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams, room_for_answer
+from agentlightning.errors import ConfigError, PolicyError
 
 __all__ = ["ByteChatFormat", "ScriptedEngine", "ScriptedServer", "read_chatml"]
 
@@ -98,14 +98,8 @@ class ScriptedEngine:
         """The next scripted answer. Raises ContextLengthError like a real engine, and PolicyError after the last
         one."""
         self.calls.append((list(prompt_token_ids), params))
-        room = self.context_length - len(prompt_token_ids)
-        if room <= 0:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt_token_ids)} tokens; the context of {self.model} holds "
-                f"{self.context_length}; shorten the conversation"
-            )
-        version = self.policy_version
-        tokens, reason = self._cut(self._answer(prompt_token_ids), params, room)
+        limit, version = room_for_answer(prompt_token_ids, self.context_length, params.max_tokens), self.policy_version
+        tokens, reason = self._cut(self._answer(prompt_token_ids), params.stop, limit)
         logprobs = tuple(-(1 + token % 7) / 8 for token in tokens)
         top = params.top_logprobs
         tops = tuple(_top_logprobs(pair, top) for pair in zip(tokens, logprobs, strict=True)) if top else ()
@@ -135,11 +129,10 @@ class ScriptedEngine:
         turn = self.chat.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}], None, False)
         return [token for token in self.chat.encode(turn) if token in self.chat.eos_token_ids][-1:]
 
-    def _cut(self, tokens: list[int], params: SamplingParams, room: int) -> tuple[list[int], FinishReason]:
-        limit = min(room, params.max_tokens or room)
-        for end in range(1, min(len(tokens), limit) + 1) if params.stop else ():
+    def _cut(self, tokens: list[int], stops: Sequence[str], limit: int) -> tuple[list[int], FinishReason]:
+        for end in range(1, min(len(tokens), limit) + 1) if stops else ():
             text = self.chat.decode(tokens[:end])
-            if any(stop in text for stop in params.stop):
+            if any(stop in text for stop in stops):
                 return tokens[:end], "stop"
         return (tokens, "stop") if len(tokens) <= limit else (tokens[:limit], "length")
 

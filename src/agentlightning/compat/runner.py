@@ -91,8 +91,7 @@ class HookedAgent(LitAgent[Any]):
 
     async def _attempt(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
         inside = current_scope()
-        if inside is None:
-            raise RuntimeError("an attempt runs inside a scope")
+        assert inside is not None, "an attempt runs inside a scope"
         runner = SimpleNamespace(get_worker_id=lambda: rollout.attempt.worker_id)
         shared: dict[str, Any] = {"agent": self.agent, "runner": runner, "rollout": rollout}
         trace = _Trace(inside.sink)

@@ -21,10 +21,10 @@ import sys
 from asyncio import StreamReader, StreamWriter
 from contextlib import AsyncExitStack, suppress
 from functools import cache
-from itertools import count
 from signal import SIGTERM, signal
 from socket import socket
 from typing import Any
+from uuid import uuid4
 
 sys.path[0] = os.getcwd()  # not the folder of this file, whose modules have the names of packages
 
@@ -57,7 +57,6 @@ class Server:
         """The environments in use are closed with `stack`."""
         self._stack, self._lock = stack, asyncio.Lock()
         self._serving: set[str] = set()
-        self._numbers = count()
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         """A connection."""
@@ -87,7 +86,7 @@ class Server:
             if env not in self._serving:
                 await self._stack.enter_async_context(environment(env).serving())
                 self._serving.add(env)
-        variable = f"AGL_VERIFIERS_KEY_{next(self._numbers)}"
+        variable = f"AGL_VERIFIERS_KEY_{uuid4().hex}"
         os.environ[variable] = request["api_key"]
         try:
             client = EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
