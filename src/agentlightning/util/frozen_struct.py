@@ -36,9 +36,7 @@ class FrozenStruct(Struct, frozen=True):
                     lambda table: cls(**dict(table)), handler.generate_schema(model)
                 ),
             ],
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda value: {field.name: getattr(value, field.name) for field in dataclasses.fields(cls)}
-            ),
+            serialization=core_schema.plain_serializer_function_ser_schema(msgspec.structs.asdict),
         )
 
 
