@@ -1,15 +1,15 @@
 """Runs the tasks of a `verifiers` taskset for another process. Started with the Python that has verifiers installed.
 
-It imports nothing of this package. It is given the number of a socket that listens; each connection is one request, a
-line of JSON, and its reply, JSON up to the end. A request ends with its connection:
+It imports nothing of this package. It is given the number of a socket that connections are sent through; each is one
+request, a line of JSON, and its reply, JSON up to the end. A request ends with its connection:
 
     {"method": "tasks", "env": {...}, "limit": 100, "seed": 0}
         -> {"result": [{"index": 0, "prompt": "..."}, ...]}
     {"method": "rollout", "env": {...}, "index": 0, "base_url": "...", "api_key": "...", "model": "..."}
         -> {"result": {"reward": 1.0, "rewards": {"name": 1.0}, "output": "..."}}
 
-`env`: name, harness, runtime, options. An error is {"error": "..."}. It exits at the end of stdin, and not by SIGTERM
-before: it removes the path of the socket, whose maker may have been killed.
+`env`: name, harness, runtime, options. An error is {"error": "..."}. It exits at the end of the socket, whose maker may
+have been killed, and not by SIGTERM before: it ends what its environments run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import json
 import os
 import sys
 from asyncio import StreamReader, StreamWriter
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import cache
 from signal import SIGTERM, signal
-from socket import socket
+from socket import recv_fds, socket
 from typing import Any
 from uuid import uuid4
 
@@ -117,13 +117,12 @@ def result_of(episode: Any) -> dict[str, Any]:
 
 async def main() -> None:
     async with AsyncExitStack() as stack:
-        listening = socket(fileno=int(sys.argv[1]))
-        # A request is a line, whatever its length.
-        await asyncio.start_unix_server(Server(stack).serve, sock=listening, backlog=1024, limit=1 << 30)
-        await asyncio.to_thread(sys.stdin.read)
-        with suppress(OSError):
-            os.unlink(listening.getsockname())
-            os.rmdir(os.path.dirname(listening.getsockname()))
+        server, control, serving = Server(stack), socket(fileno=int(sys.argv[1])), set[asyncio.Task[None]]()
+        while received := (await asyncio.to_thread(recv_fds, control, 1, 1))[1]:
+            # A request is a line, whatever its length.
+            connection = await asyncio.open_unix_connection(sock=socket(fileno=received[0]), limit=1 << 30)
+            serving.add(task := asyncio.create_task(server.serve(*connection)))
+            task.add_done_callback(serving.discard)
 
 
 if __name__ == "__main__":

@@ -234,11 +234,10 @@ class Registry(dict[str, Any]):
         if isinstance(name, str) and ":" in name:
             return name
         name = name if name is None else str(name)  # a file may have a table or a list there
-        if name in self:
-            return self[name] or announced(self.kind, name)
-        if name in plugin_names(self.kind):
-            return announced(self.kind, name)
-        known = [*self.names(), *self.aliases]
+        names = self.names()
+        if name in names:
+            return self.get(name) or announced(self.kind, name)
+        known = [*names, *self.aliases]
         near = [self.elsewhere[name]] if name in self.elsewhere else get_close_matches(str(name), known, 1, 0.7)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         no_type = f"settings without a type name no {self.noun}."
