@@ -49,10 +49,11 @@ def load(address: Address) -> list[Any]:
         "runtime": options.pop("runtime", "subprocess"),
         "options": options,
     }
-    request = {"method": "tasks", "env": env, "limit": address.size * (CANDIDATES if address.part else 1)}
+    limit = address.size * (CANDIDATES if address.part else 1)
+    request = {"method": "tasks", "env": env, "limit": limit, "seed": address.seed}
     worker = Worker(python)
     try:
-        tasks = run_sync(worker.request({**request, "seed": address.seed}))
+        tasks = run_sync(worker.request(request))
     except AgentError as error:
         raise DatasetError(f"verifiers:{address.name} cannot be loaded by {python}: {error}") from error
     except BaseException:  # an interrupt ends the load too
