@@ -111,11 +111,6 @@ def _as_table(setting: Any) -> Table:
     return dict(cast(Table, setting)) if isinstance(setting, Mapping) else {"type": setting}
 
 
-def one_or_several(value: Any) -> str:
-    """The tag, "one" or "several", of a setting that is one thing or a list of such; a discriminator."""
-    return "several" if isinstance(value, list | tuple) else "one"
-
-
 def chosen(setting: Any, registry: Registry) -> Any:
     """The settings of one of a registry, as `Chosen` reads them. Raises ConfigError."""
     try:
@@ -130,7 +125,7 @@ C = TypeVar("C")
 
 OneOrSeveral: TypeAlias = Annotated[
     Annotated[C, Tag("one")] | Annotated[tuple[C, ...], Field(min_length=1), Tag("several")],
-    Discriminator(one_or_several),
+    Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one"),
 ]
 """One of what is annotated, or a list of such."""
 
