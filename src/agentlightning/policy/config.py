@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from agentlightning.engine.base import AdapterTable
-from agentlightning.engine.servers.config import ENGINES, ServersConfig, smallest_lora_rank
+from agentlightning.engine.servers.config import EngineName, ServersConfig, smallest_lora_rank
 from agentlightning.errors import ConfigError
 from agentlightning.models import SHARED
 from agentlightning.models.resolve import TINY
@@ -393,7 +393,7 @@ class PolicyConfig(ModelSettings):
     finish."""
     backend: dict[str, Any] = Field(default={})
     """The settings of a backend of your own."""
-    engine: Annotated[str, BeforeValidator(ENGINES.named)] = "local"
+    engine: EngineName = "local"
     """What samples: local, the training process; vllm, sglang or an engine of your own, servers that get the weights
     after each update."""
     servers: ServersConfig = ServersConfig()

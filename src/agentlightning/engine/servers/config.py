@@ -27,6 +27,7 @@ ENGINES = Registry(
     },
 )
 """What samples: `local`, the process that trains, and clients of model servers."""
+EngineName = Annotated[str, BeforeValidator(ENGINES.named)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class ServedModel(Section):
     model: str
     """The model's directory, or its name on the hub: its tokenizer renders the conversations, and started servers load
     it."""
-    engine: Annotated[str, BeforeValidator(ENGINES.named)] = "vllm"
+    engine: EngineName = "vllm"
     """Kind of its servers."""
     servers: ServersConfig = ServersConfig()
     """Its servers, joined or started here."""
