@@ -186,6 +186,8 @@ def settings_from(
 
     Raises ConfigError as `load_settings` does; `source` is what its message says about the origin of the values.
     """
+    if base is not None and not isinstance(base, model):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{base!r:.80} is no {model.__name__}; give one, or its settings by their names")
     return _made(model, _expanded(model, dict(values)), [(source, dict(values))], base)
 
 
