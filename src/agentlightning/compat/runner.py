@@ -71,11 +71,10 @@ class OtelTracer:
         0.5
     """
 
-    sink: SpanSink | None = None
-    """Where the spans it is given go on to."""
-
     def __init__(self) -> None:
         self._last: list[Span] = []
+        self._sink: SpanSink | None = None
+        """Where the spans it is given go on to."""
 
     @asynccontextmanager
     async def trace_context(
@@ -112,8 +111,8 @@ class OtelTracer:
     def put(self, spans: Sequence[Span]) -> None:
         """Take spans that were recorded."""
         self._last.extend(spans)
-        if self.sink is not None:
-            self.sink.put(spans)
+        if self._sink is not None:
+            self._sink.put(spans)
 
     def remember(self, spans: Sequence[Span]) -> None:
         """Make these the last trace."""
@@ -165,7 +164,7 @@ class HookedAgent(LitAgent[Any]):
         runner = SimpleNamespace(get_worker_id=lambda: rollout.attempt.worker_id)
         shared: dict[str, Any] = {"agent": self.agent, "runner": runner, "rollout": rollout}
         tracer = OtelTracer()
-        tracer.sink = inside.sink
+        tracer._sink = inside.sink  # pyright: ignore[reportPrivateUsage]
         await self._call("on_rollout_start", **shared)
         try:
             with enter_scope(replace(inside, sink=tracer)):
