@@ -82,6 +82,7 @@ class ScriptedEngine:
     calls: list[tuple[list[int], SamplingParams]] = field(default_factory=list[tuple[list[int], SamplingParams]])
 
     def __post_init__(self) -> None:
+        self.chat = self.chat or ByteChatFormat()  # None stands for the default, too
         self._script = self.script if callable(self.script) else iter(list(self.script))
 
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
