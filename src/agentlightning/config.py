@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
+    BeforeValidator,
     Field,
     FiniteFloat,
     NonNegativeFloat,
@@ -40,7 +41,6 @@ from agentlightning.util.plugins import Registry
 from agentlightning.util.settings import (
     AtLeastOne,
     Chosen,
-    Named,
     OpenShare,
     PositiveShare,
     Section,
@@ -279,7 +279,7 @@ class RunnerConfig(Section):
     """The working directory of agents. None: the one that training was started in."""
     env: dict[str, str] = Field(default={})
     """Environment variable -> key of the task, for agents that read their task from the environment."""
-    hooks: tuple[Annotated[str, Named(HOOKS)], ...] = ()
+    hooks: tuple[Annotated[str, BeforeValidator(HOOKS.named)], ...] = ()
     """Code around each attempt of a Python agent: subclasses of `agl.Hook`, as `module:Class`."""
     hide: tuple[str, ...] = ()
     """Keys of the task that only the reward function sees, such as the correct answer."""
@@ -396,7 +396,7 @@ class RunConfig(Section):
     token_ratios: bool = False
     """Whether the tokens of each update are scored once more after it, for the dashboard's view of the ratio of new to
     old: one more forward pass, and about 8 bytes a token in `ratios/`."""
-    callbacks: tuple[Annotated[str, Named(CALLBACKS)], ...] = ()
+    callbacks: tuple[Annotated[str, BeforeValidator(CALLBACKS.named)], ...] = ()
     """Code of your own at the points of a run: subclasses of `agl.Callback`, as `module:Class`
     (docs/guides/extend.md)."""
     host: str = "127.0.0.1"
@@ -422,7 +422,7 @@ class TrackingConfig(Section):
     'agentlightning'
     """
 
-    trackers: tuple[Annotated[str, Named(TRACKERS)], ...] = ()
+    trackers: tuple[Annotated[str, BeforeValidator(TRACKERS.named)], ...] = ()
     """tensorboard, wandb, mlflow, trackio: each needs the extra of its name; or one of your own. Metrics are in
     metrics.jsonl always."""
     project: str = Field(default="agentlightning", min_length=1)

@@ -190,17 +190,10 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(type(error).__qualname__, _valid_utf8(_message(error)), _valid_utf8(text))
+        found = traceback.TracebackException.from_exception(error)  # whose text is one where `str(error)` raises, too
+        return cls(type(error).__qualname__, _valid_utf8(str(found)), _valid_utf8("".join(found.format())))
 
 
 def _valid_utf8(text: str) -> str:
     """The text with unpaired surrogates escaped, so that it can be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as failed:  # noqa: BLE001  an exception with a broken __str__ must still become a record
-        return f"<its str() raised {type(failed).__name__}>"

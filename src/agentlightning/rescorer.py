@@ -133,9 +133,7 @@ async def rescore_async(
         raise RewardError(
             f"the function scored none of {found.rollouts} rollouts. The first, {first}: {found.failed[first]}"
         )
-    found.mean_before, found.mean_after = (
-        (_mean(rewards) for rewards in zip(*scored, strict=True)) if scored else (None, None)
-    )
+    found.mean_before, found.mean_after = _mean([old for old, _ in scored]), _mean([new for _, new in scored])
     return found
 
 

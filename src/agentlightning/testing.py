@@ -18,6 +18,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Self, cast
 
 import orjson
@@ -30,8 +31,8 @@ from starlette.routing import Route
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.tool_calls.format import CallFormat, Tools
 from agentlightning.chat.tool_calls.formats import HERMES
-from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams
-from agentlightning.errors import ConfigError, ContextLengthError, PolicyError
+from agentlightning.engine.base import ConstraintKind, FinishReason, Sample, SamplingParams, room_for_answer
+from agentlightning.errors import ConfigError, PolicyError
 
 __all__ = ["ByteChatFormat", "ScriptedEngine", "ScriptedServer", "read_chatml"]
 
@@ -60,6 +61,7 @@ class ByteChatFormat(ChatFormat):
         return data.decode("utf-8", errors="replace")
 
 
+@dataclass(eq=False)
 class ScriptedEngine:
     """An `Engine` that returns scripted answers.
 
@@ -68,26 +70,20 @@ class ScriptedEngine:
     before each step of `tokens_per_step` tokens. `calls` records the prompt and parameters of each call.
     """
 
-    def __init__(
-        self,
-        script: Iterable[str | Exception] | Callable[[list[Message]], str],
-        *,
-        chat: ChatFormat | None = None,
-        model: str = "scripted",
-        context_length: int = 32768,
-        delay: float = 0.0,
-        tokens_per_step: int = 1,
-        policy_version: int = 0,
-    ) -> None:
-        self.model = model
-        self.context_length = context_length
-        self.chat: ChatFormat = chat or ByteChatFormat()
-        self.supported_params: frozenset[str] = frozenset()
-        self.delay = delay
-        self.tokens_per_step = tokens_per_step
-        self.calls: list[tuple[list[int], SamplingParams]] = []
-        self._script = script if callable(script) else iter(list(script))
-        self.policy_version = policy_version
+    script: Iterable[str | Exception] | Callable[[list[Message]], str]
+    _: KW_ONLY
+    chat: ChatFormat = field(default_factory=ByteChatFormat)
+    model: str = "scripted"
+    context_length: int = 32768
+    delay: float = 0.0
+    tokens_per_step: int = 1
+    policy_version: int = 0
+    supported_params: frozenset[str] = frozenset()
+    calls: list[tuple[list[int], SamplingParams]] = field(default_factory=list[tuple[list[int], SamplingParams]])
+
+    def __post_init__(self) -> None:
+        self.chat = self.chat or ByteChatFormat()  # None stands for the default, too
+        self._script = self.script if callable(self.script) else iter(list(self.script))
 
     async def can_enforce(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         return False
@@ -103,14 +99,8 @@ class ScriptedEngine:
         """The next scripted answer. Raises ContextLengthError like a real engine, and PolicyError after the last
         one."""
         self.calls.append((list(prompt_token_ids), params))
-        room = self.context_length - len(prompt_token_ids)
-        if room <= 0:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt_token_ids)} tokens; the context of {self.model} holds "
-                f"{self.context_length}; shorten the conversation"
-            )
-        version = self.policy_version
-        tokens, reason = self._cut(self._answer(prompt_token_ids), params, room)
+        limit, version = room_for_answer(prompt_token_ids, self.context_length, params.max_tokens), self.policy_version
+        tokens, reason = self._cut(self._answer(prompt_token_ids), params.stop, limit)
         logprobs = tuple(-(1 + token % 7) / 8 for token in tokens)
         top = params.top_logprobs
         tops = tuple(_top_logprobs(pair, top) for pair in zip(tokens, logprobs, strict=True)) if top else ()
@@ -140,11 +130,10 @@ class ScriptedEngine:
         turn = self.chat.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}], None, False)
         return [token for token in self.chat.encode(turn) if token in self.chat.eos_token_ids][-1:]
 
-    def _cut(self, tokens: list[int], params: SamplingParams, room: int) -> tuple[list[int], FinishReason]:
-        limit = min(room, params.max_tokens or room)
-        for end in range(1, min(len(tokens), limit) + 1) if params.stop else ():
+    def _cut(self, tokens: list[int], stops: Sequence[str], limit: int) -> tuple[list[int], FinishReason]:
+        for end in range(1, min(len(tokens), limit) + 1) if stops else ():
             text = self.chat.decode(tokens[:end])
-            if any(stop in text for stop in params.stop):
+            if any(stop in text for stop in stops):
                 return tokens[:end], "stop"
         return (tokens, "stop") if len(tokens) <= limit else (tokens[:limit], "length")
 

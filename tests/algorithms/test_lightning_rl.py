@@ -179,6 +179,12 @@ def test_a_group_of_one_is_refused_by_name():
     assert LightningRLConfig(group_size=1, credit="reinforce").group_size == 1
 
 
+@pytest.mark.parametrize("config", [SFTConfig(), {"steps": 5}, "grpo"])
+def test_a_config_of_another_kind_is_refused(config):
+    with pytest.raises(ConfigError, match="is no LightningRLConfig; give one, or its settings"):
+        LightningRL(config)
+
+
 def test_settings_that_cannot_work_are_one_line_each_with_the_way_out():
     with pytest.raises(ConfigError, match=r"unknown setting grup_size .*LightningRL.* nearest known one is group_size"):
         LightningRL(grup_size=2)

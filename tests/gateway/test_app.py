@@ -325,7 +325,7 @@ def test_a_default_model_that_is_not_served_is_refused():
 
 async def test_a_prompt_longer_than_the_context_is_the_callers_error_and_recorded(serve):
     service = await serve([], engine={"context_length": 10})
-    with pytest.raises(openai.BadRequestError, match="shorten the conversation") as refused:
+    with pytest.raises(openai.BadRequestError, match="shorten the prompt") as refused:
         await service.ask("a question longer than ten tokens")
     assert refused.value.code == "context_length_exceeded"
     (span,) = await service.spans()

@@ -13,7 +13,7 @@ import pytest
 from agentlightning import span as names
 from agentlightning.errors import ConfigError
 from agentlightning.integrations import text_gym
-from agentlightning.integrations.text_gym import GymGame, Turn, gym_agent, play_game
+from agentlightning.integrations.text_gym import gym_agent, play_game
 from agentlightning.span import Span
 from agentlightning.task import load_dataset
 from agentlightning.tracing.scope import scope
@@ -42,15 +42,15 @@ class Duel:
     def __init__(self) -> None:
         self.moves: list[tuple[int, str]] = []
 
-    def start(self, seed: int) -> Turn:
-        return 0, "begin"
+    def reset(self, seed: int) -> str:
+        return "begin"
 
-    def move(self, text: str) -> tuple[Turn | None, float]:
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
         player = len(self.moves) % 2
-        self.moves.append((player, text))
+        self.moves.append((player, action))
         if len(self.moves) < 4:
-            return (1 - player, f"after {text}"), 0.0
-        return None, 1.0 if (0, "win") in self.moves else -1.0
+            return f"after {action}", 0.0, False, {"current_player": 1 - player}
+        return "", 1.0 if (0, "win") in self.moves else -1.0, True, {}
 
 
 @pytest.fixture
@@ -93,13 +93,13 @@ async def test_a_gymnasium_environment_is_played_move_by_move(requests: list[Any
 
 
 async def test_rewards_of_moves_follow_their_calls_and_sum_to_the_total(requests: list[Any]) -> None:
-    found = await rewards(play(GymGame(Counter()), rewards="moves"))
+    found = await rewards(play(Counter(), rewards="moves"))
     assert found == [1.0, 2.0, 3.0]
 
 
 async def test_a_game_that_is_cut_off_keeps_the_rewards_of_its_moves(requests: list[Any]) -> None:
-    assert await rewards(play(GymGame(Counter()), max_moves=2)) == [3.0]
-    assert await rewards(play(GymGame(Counter()), max_moves=2, rewards="moves")) == [1.0, 2.0]
+    assert await rewards(play(Counter(), max_moves=2)) == [3.0]
+    assert await rewards(play(Counter(), max_moves=2, rewards="moves")) == [1.0, 2.0]
 
 
 async def test_each_player_sees_its_own_conversation(requests: list[Any]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+import agentlightning as agl
 from agentlightning.algorithms.lightning_rl import PRESETS, LightningRL
 from agentlightning.config import TrainConfig
 from agentlightning.errors import ConfigError
@@ -129,6 +130,12 @@ def test_a_section_given_in_part_keeps_its_own_defaults() -> None:
     assert "algorithm.optimizer.lr (from the override algorithm.optimizer.lr=1) belongs to another type" in message(
         "algorithm.optimizer.lr=1", "algorithm.optimizer.type=muon"
     )
+
+
+def test_a_section_given_in_part_knows_what_was_set_of_it() -> None:
+    config = load_settings(TrainConfig, overrides=["evaluation.tasks=8"])
+    assert config.evaluation.model_fields_set == {"tasks"}
+    assert agl.Trainer(config, algorithm=agl.APO(gradient_model="m")).config.evaluation.modes == ("sampled",)
 
 
 def test_an_empty_section_is_not_where_a_setting_comes_from() -> None:

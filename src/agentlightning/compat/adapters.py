@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.assemble import calls, scalar_reward
+from agentlightning.assemble import calls
 from agentlightning.chat.messages import chat_messages
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
@@ -60,18 +59,20 @@ class TracerTraceToTriplet:
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
         matches = re.compile(self.agent_match or "").search
-        found = [span for span in calls(source) if matches(str(span.attributes.get(names.AGENT_NAME) or ""))]
-        ends = [*(span.sequence_id for span in found[1:]), math.inf]
-        rewards = sorted((span for span in source if span.name == names.REWARD), key=lambda each: each.sequence_id)
-        return [
-            self._triplet(span, [each for each in rewards if span.sequence_id < each.sequence_id < end])
-            for span, end in zip(found, ends, strict=False)
-        ]
+        own = {span.span_id for span in calls(source) if matches(str(span.attributes.get(names.AGENT_NAME) or ""))}
+        found: list[Triplet] = []
+        for span in sorted(source, key=lambda each: each.sequence_id):
+            reward = get_reward_value(span)
+            if span.span_id in own:
+                found.append(self._triplet(span))
+            elif found and found[-1].reward is None and not isinstance(reward, dict):
+                found[-1] = replace(found[-1], reward=reward)
+        return found
 
     __call__ = adapt
 
     @staticmethod
-    def _triplet(call: Span, rewards: Sequence[Span]) -> Triplet:
+    def _triplet(call: Span) -> Triplet:
         attributes = call.attributes
         return Triplet(
             {
@@ -83,8 +84,7 @@ class TracerTraceToTriplet:
                 "logprobs": list(attributes.get(names.LOGPROBS) or ()),
                 "messages": chat_messages(recorded_objects(attributes.get(names.OUTPUT_MESSAGES))),
             },
-            next((reward for reward in map(_number, rewards) if reward is not None), None),
-            {"response_id": attributes.get(names.RESPONSE_ID), "agent_name": attributes.get(names.AGENT_NAME)},
+            metadata={"response_id": attributes.get(names.RESPONSE_ID), "agent_name": attributes.get(names.AGENT_NAME)},
         )
 
 
@@ -109,8 +109,3 @@ class TraceToMessages:
         )
         found: dict[str, Any] = {"messages": [*chat_messages(before), *chat_messages(answer)]}
         return {**found, "tools": tools} if tools else found
-
-
-def _number(span: Span) -> float | None:
-    reward = get_reward_value(span)
-    return None if isinstance(reward, dict) else scalar_reward(reward)

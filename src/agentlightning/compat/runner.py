@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -58,75 +58,6 @@ class Hook:
         """After the attempt, also where the agent has failed."""
 
 
-@dataclass(slots=True)
-class _Trace:
-    """What hooks see as `tracer`; also the sink that notes what is recorded, and passes it on to another one."""
-
-    sink: SpanSink | None = None
-    spans: list[Span] = field(default_factory=list[Span])
-
-    def put(self, spans: Sequence[Span]) -> None:
-        self.spans.extend(spans)
-        if self.sink is not None:
-            self.sink.put(spans)
-
-    def get_last_trace(self) -> list[Span]:
-        return list(self.spans)
-
-
-class HookedAgent(LitAgent[Any]):
-    """An agent with hooks around each attempt."""
-
-    def __init__(self, agent: Any, hooks: Sequence[Hook | str]) -> None:
-        super().__init__(trained_agents=getattr(agent, "trained_agents", None))
-        self.agent, self.given = agent, tuple(hooks)
-        self.hooks: list[Hook] = [HOOKS.find(each)() if isinstance(each, str) else each for each in self.given]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return HookedAgent, (self.agent, self.given)
-
-    def rollout(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
-        """In a thread, as agents that block are run."""
-        return run_sync(self._attempt(task, resources, rollout))
-
-    async def _attempt(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
-        inside = current_scope()
-        if inside is None:
-            raise RuntimeError("an attempt runs inside a scope")
-        runner = SimpleNamespace(get_worker_id=lambda: rollout.attempt.worker_id)
-        shared: dict[str, Any] = {"agent": self.agent, "runner": runner, "rollout": rollout}
-        trace = _Trace(inside.sink)
-        await self._call("on_rollout_start", **shared)
-        try:
-            with enter_scope(replace(inside, sink=trace)):
-                await self._call("on_trace_start", tracer=trace, **shared)
-                try:
-                    return await result_of(load_agent(self.agent)(Invocation(rollout, resources, task=task))())
-                finally:
-                    await self._call("on_trace_end", tracer=trace, **shared)
-        finally:
-            await self._call("on_rollout_end", spans=list(trace.spans), **shared)
-
-    async def _call(self, name: str, **arguments: Any) -> None:
-        for hook in self.hooks:
-            await result_of(getattr(hook, name)(**arguments))
-
-
-def with_hooks(agent: Any, hooks: Hook | Sequence[Hook] | None, named: Sequence[str] = ()) -> Any:
-    """The agent with hooks around each attempt, objects and `named` ones. Raises ConfigError for what is no hook, and
-    for commands, which run in a process of their own."""
-    given = () if hooks is None else (hooks,) if isinstance(hooks, Hook) else hooks
-    chosen = tuple(each() if isinstance(each, type) else each for each in (*named, *given))
-    if not chosen or agent is None:
-        return agent
-    for each in chosen:
-        if not isinstance(each, Hook | str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"hooks={each!r} is no hook; give objects of subclasses of agl.Hook")
-    if isinstance(agent_spec(agent), CommandLine):
-        raise ConfigError(f"hooks run in the process of a Python agent, and {agent!r} is a command; leave them out")
-    return HookedAgent(agent, chosen)
-
-
 class OtelTracer:
     """Records what a block of your own code traces or emits: `async with tracer.trace_context(): ...`, and then
     `tracer.get_last_trace()`. A trainer traces every attempt in this way, with this argument or without it.
@@ -142,6 +73,8 @@ class OtelTracer:
 
     def __init__(self) -> None:
         self._last: list[Span] = []
+        self._sink: SpanSink | None = None
+        """Where the spans it is given go on to."""
 
     @asynccontextmanager
     async def trace_context(
@@ -160,20 +93,26 @@ class OtelTracer:
         if missing and len(missing) < len(given):
             raise ConfigError(f"{', '.join(missing)} not given: spans are written with all of {', '.join(given)}")
         install_globally()
-        collected = _Trace()
+        collected = OtelTracer()
         try:
             with scope(
                 rollout_id or f"ro-{secrets.token_hex(8)}", attempt_id or f"at-{secrets.token_hex(8)}", collected
             ):
                 yield tracer_provider().get_tracer(name or "agentlightning")
         finally:
-            self.remember(collected.spans)
-            if store is not None and collected.spans:
-                await store.add_many_spans(collected.spans)
+            self.remember(collected.get_last_trace())
+            if store is not None and (spans := collected.get_last_trace()):
+                await store.add_many_spans(spans)
 
     def get_last_trace(self) -> list[Span]:
         """The spans of the last block, or of the last step of a `LitAgentRunner` with this tracer."""
         return list(self._last)
+
+    def put(self, spans: Sequence[Span]) -> None:
+        """Take spans that were recorded."""
+        self._last.extend(spans)
+        if self._sink is not None:
+            self._sink.put(spans)
 
     def remember(self, spans: Sequence[Span]) -> None:
         """Make these the last trace."""
@@ -202,6 +141,59 @@ def check_tracer(tracer: Any) -> None:
             " Leave it out; instrument libraries in the agent, or export spans with OTEL_EXPORTER_OTLP_ENDPOINT"
             " (docs/guides/operations/opentelemetry.md)"
         )
+
+
+class HookedAgent(LitAgent[Any]):
+    """An agent with hooks around each attempt."""
+
+    def __init__(self, agent: Any, hooks: Sequence[Hook | str]) -> None:
+        super().__init__(trained_agents=getattr(agent, "trained_agents", None))
+        self.agent, self.given = agent, tuple(hooks)
+        self.hooks: list[Hook] = [HOOKS.find(each)() if isinstance(each, str) else each for each in self.given]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HookedAgent, (self.agent, self.given)
+
+    def rollout(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
+        """In a thread, as agents that block are run."""
+        return run_sync(self._attempt(task, resources, rollout))
+
+    async def _attempt(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
+        inside = current_scope()
+        assert inside is not None, "an attempt runs inside a scope"
+        runner = SimpleNamespace(get_worker_id=lambda: rollout.attempt.worker_id)
+        shared: dict[str, Any] = {"agent": self.agent, "runner": runner, "rollout": rollout}
+        tracer = OtelTracer()
+        tracer._sink = inside.sink  # pyright: ignore[reportPrivateUsage]
+        await self._call("on_rollout_start", **shared)
+        try:
+            with enter_scope(replace(inside, sink=tracer)):
+                await self._call("on_trace_start", tracer=tracer, **shared)
+                try:
+                    return await result_of(load_agent(self.agent)(Invocation(rollout, resources, task=task))())
+                finally:
+                    await self._call("on_trace_end", tracer=tracer, **shared)
+        finally:
+            await self._call("on_rollout_end", spans=tracer.get_last_trace(), **shared)
+
+    async def _call(self, name: str, **arguments: Any) -> None:
+        for hook in self.hooks:
+            await result_of(getattr(hook, name)(**arguments))
+
+
+def with_hooks(agent: Any, hooks: Hook | Sequence[Hook] | None, named: Sequence[str] = ()) -> Any:
+    """The agent with hooks around each attempt, objects and `named` ones. Raises ConfigError for what is no hook, and
+    for commands, which run in a process of their own."""
+    given = () if hooks is None else (hooks,) if isinstance(hooks, Hook) else hooks
+    chosen = tuple(each() if isinstance(each, type) else each for each in (*named, *given))
+    if not chosen or agent is None:
+        return agent
+    for each in chosen:
+        if not isinstance(each, Hook | str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"hooks={each!r} is no hook; give objects of subclasses of agl.Hook")
+    if isinstance(agent_spec(agent), CommandLine):
+        raise ConfigError(f"hooks run in the process of a Python agent, and {agent!r} is a command; leave them out")
+    return HookedAgent(agent, chosen)
 
 
 logger = logging.getLogger(__name__)
@@ -293,10 +285,8 @@ class LitAgentRunner:
         return rollout
 
     def _stored(self) -> LightningStoreBase:
-        if self._agent is None:
-            raise ConfigError("the runner has no agent; call init(agent) first")
-        if self._store is None:
-            raise ConfigError("the runner has no store; call init_worker(worker_id, store) first")
+        if self._agent is None or self._store is None:
+            raise ConfigError("the runner has no agent or no store; call init(agent) and init_worker(id, store) first")
         return self._store
 
     def _runner(self, **options: Any) -> Runner:

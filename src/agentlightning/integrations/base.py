@@ -6,31 +6,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from urllib.parse import parse_qsl
 
 import httpx
+from pydantic import Field
 
 from agentlightning.errors import AgentError, ConfigError
+from agentlightning.util.settings import AtLeastOne, Section, settings_from
 
-DEFAULT_SIZE: Final = 500
 HELD_OUT_SHARE: Final = 0.2
 """Share of the tasks that `part=held_out` keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(Section):
     """Which environment, and which of its tasks."""
 
     kind: str
     name: str
-    size: int = DEFAULT_SIZE
+    size: AtLeastOne = 500
     """Number of tasks."""
     seed: int = 0
     part: Literal["train", "held_out"] | None = None
     """`train` and `held_out` share no task, whatever their sizes and seeds. None: any task."""
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    options: dict[str, Any] = Field(default={})
     """Further settings, for the environment itself."""
 
     @classmethod
@@ -40,15 +39,10 @@ class Address:
         name, _, query = rest.partition("?")
         if not kind or not name:
             raise ConfigError(f"{text!r} names no environment; write KIND:NAME, as in reasoning_gym:chain_sum?size=200")
-        values = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
-        size, seed, part = values.pop("size", DEFAULT_SIZE), values.pop("seed", 0), values.pop("part", None)
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"{text!r}: size={size} is no number of tasks; use at least 1")
-        if type(seed) is not int:
-            raise ConfigError(f"{text!r}: seed={seed} is no whole number")
-        if part not in ("train", "held_out", None):
-            raise ConfigError(f"{text!r}: part={part} is neither train nor held_out")
-        return cls(kind, name, size, seed, part, values)
+        given = dict(parse_qsl(query, keep_blank_values=True))
+        own = {key: given.pop(key) for key in ("size", "seed", "part") if key in given}
+        options = {key: _value(value) for key, value in given.items()}
+        return settings_from(cls, {"kind": kind, "name": name, **own, "options": options}, source=f"from {text}")
 
     def keeps(self, identity: str) -> bool:
         """Whether a task belongs to the part."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, cast
+from typing import Any, Final, Literal
 
 import httpx
 
@@ -24,39 +23,12 @@ from agentlightning.runner.agents.spec import function_spec
 from agentlightning.tracing.emit import emit_reward, track_agent
 
 Move = Callable[[str], str]
-Turn = tuple[int, str]
-"""Whose turn it is, and what that player sees."""
 MAX_MOVES: Final = 100
 
 
-class Game(Protocol):
-    """A game as `play_game` needs it."""
-
-    def start(self, seed: int) -> Turn: ...
-
-    def move(self, text: str) -> tuple[Turn | None, float]:
-        """Make a move: the next turn, None at the end, and the reward of player 0 for it."""
-        ...
-
-
-@dataclass
-class GymGame:
-    """A single-player environment in the way of gymnasium: `reset(seed=)` returns (observation, info) and `step(text)`
-    returns (observation, reward, terminated, truncated, info). Older ones without `info` or `truncated` work, too."""
-
-    env: Any
-
-    def start(self, seed: int) -> Turn:
-        found = self.env.reset(seed=seed)
-        return 0, str(found[0] if isinstance(found, tuple) else found)
-
-    def move(self, text: str) -> tuple[Turn | None, float]:
-        observation, reward, *ends = self.env.step(text)
-        return None if any(ends[:-1]) else (0, str(observation)), float(reward)
-
-
 class TextArenaGame:
-    """A game of textarena, whose rewards come at the end. `players`: how many play; None: the fewest it allows."""
+    """A game of textarena as an environment of gymnasium whose info has the `current_player`; its rewards come at the
+    end. `players`: how many play; None: the fewest it allows."""
 
     def __init__(self, name: str, players: int | None = None, **options: Any) -> None:
         try:
@@ -70,9 +42,8 @@ class TextArenaGame:
             raise ConfigError(f"textarena cannot make {name!r} with {options}: {error}") from error
         self._seen: dict[int, str] = {}
         self.players = players
-        self.rewards: Mapping[int, float] | None = None
 
-    def start(self, seed: int) -> Turn:
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         counts = range(1, 16) if self.players is None else (self.players,)
         for count in counts:
             with suppress(AssertionError, ValueError):
@@ -80,19 +51,20 @@ class TextArenaGame:
                 return self._turn()
         raise ConfigError(f"textarena starts no game of {counts[0]} to {counts[-1]} players; set players=N")
 
-    def move(self, text: str) -> tuple[Turn | None, float]:
-        done, _ = self.env.step(text)
-        if not done:
-            return self._turn(), 0.0
-        self.rewards = cast("Mapping[int, float] | None", self.env.close()[0])
-        return None, float((self.rewards or {}).get(0, 0.0))
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        done, _ = self.env.step(action)
+        if done:
+            rewards: Mapping[int, float] | None = self.env.close()[0]
+            return "", float((rewards or {}).get(0, 0.0)), True, {}
+        observation, info = self._turn()
+        return observation, 0.0, False, info
 
-    def _turn(self) -> Turn:
-        """The turn, with what is new to the player: textarena repeats all it has shown before."""
+    def _turn(self) -> tuple[str, dict[str, Any]]:
+        """What is new to the player to move: textarena repeats all it has shown before."""
         player, found = self.env.get_observation()
-        observation, seen = str(found), self._seen.get(int(player), "")
-        self._seen[int(player)] = observation
-        return int(player), observation.removeprefix(seen) or observation
+        observation, seen = str(found), self._seen.get(player, "")
+        self._seen[player] = observation
+        return observation.removeprefix(seen) or observation, {"current_player": int(player)}
 
 
 def load(address: Address) -> list[Any]:
@@ -116,7 +88,7 @@ async def play(task: Mapping[str, Any], base_url: str, api_key: str, model: str)
 
 
 async def play_game(
-    game: Game,
+    env: Any,
     client: httpx.AsyncClient,
     model: str,
     *,
@@ -125,33 +97,35 @@ async def play_game(
     max_moves: int = MAX_MOVES,
     rewards: Literal["total", "moves"] = "total",
 ) -> None:
-    """Play a game to its end, or for `max_moves` moves, and record its rewards.
+    """Play an environment to its end, or for `max_moves` moves, and record its rewards.
 
-    `rewards`: with "total", one at the end, the sum of all moves; none for a game that was cut off and gave none. With
-    "moves", one after each move of the model, with what its opponents' moves brought: for credit rules that use
-    intermediate rewards.
+    env: in the way of gymnasium, `reset(seed=)` returns (observation, info), and `step(text)` (observation, reward,
+    terminated, truncated, info), or as older ones do, without the first `info` or `truncated`. Where several play,
+    `info["current_player"]` is whose turn it is, from 0 on, and rewards are those of player 0. rewards: with "total",
+    one at the end, the sum of all moves; none for a game that was cut off and gave none. With "moves", one after each
+    move of the model, with what its opponents' moves brought: for credit rules that use intermediate rewards.
     """
     histories: dict[int, list[Message]] = {}
-    turn: Turn | None = game.start(seed)
-    found, recorded = list[float](), 0
-    for _ in range(max_moves):
-        if turn is None:
-            break
-        player, observation = turn
+    begun = env.reset(seed=seed)
+    observation, info = begun if isinstance(begun, tuple) else (begun, {})
+    found, recorded, ended = list[float](), 0, False
+    while not ended and len(found) < max_moves:
+        player = (info or {}).get("current_player", 0)
         if player and opponent is not None:
-            text = opponent(observation)
+            text = opponent(str(observation))
         else:
             if rewards == "moves" and histories:
                 emit_reward(sum(found[recorded:]), name="move")
                 recorded = len(found)
             history = histories.setdefault(player, [])
-            history.append({"role": "user", "content": observation})
+            history.append({"role": "user", "content": str(observation)})
             with track_agent(f"player_{player}"):
                 text = await chat(client, model, history)
             history.append({"role": "assistant", "content": text})
-        turn, reward = game.move(text)
-        found.append(reward)
-    if turn is None or any(found):
+        observation, reward, *ends, info = env.step(text)
+        found.append(float(reward))
+        ended = any(ends)
+    if ended or any(found):
         emit_reward(sum(found[recorded:]))
 
 
@@ -161,6 +135,6 @@ def gym_agent(make: Callable[[], Any], rewards: Literal["total", "moves"] = "tot
     async def agent(task: Any, base_url: str, api_key: str, model: str) -> None:
         seed = int(task.get("seed", 0)) if isinstance(task, Mapping) else 0
         async with model_client(base_url, api_key) as client:
-            await play_game(GymGame(make()), client, model, seed=seed, rewards=rewards)
+            await play_game(make(), client, model, seed=seed, rewards=rewards)
 
     return agent

@@ -15,25 +15,21 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from errno import EAGAIN
 from pathlib import Path
-from socket import AF_UNIX, socket
-from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
-from tempfile import TemporaryDirectory, gettempdir
+from socket import send_fds, socketpair
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from threading import Lock, Thread
 from typing import Any, Final
 
 from agentlightning.errors import AgentError, ConfigError, DatasetError
 from agentlightning.integrations.base import Address
 from agentlightning.tracing.emit import emit_annotation, emit_reward
+from agentlightning.util.event_loop import run_sync
 
 PYTHON: Final = "AGL_VERIFIERS_PYTHON"
 """Environment variable with the path of the Python that has verifiers."""
 WORKER: Final = Path(__file__).with_name("verifiers_worker.py")
-BACKLOG: Final = 1024
-"""Requests that may wait while the process starts."""
 DEATH_SECONDS: Final = 5.0
 """How long after its connections a process may end."""
 CANDIDATES: Final = 10
@@ -53,18 +49,18 @@ def load(address: Address) -> list[Any]:
         "runtime": options.pop("runtime", "subprocess"),
         "options": options,
     }
-    request = {"method": "tasks", "env": env, "limit": address.size * (CANDIDATES if address.part else 1)}
+    limit = address.size * (CANDIDATES if address.part else 1)
+    request = {"method": "tasks", "env": env, "limit": limit, "seed": address.seed}
     worker = Worker(python)
-    with ThreadPoolExecutor(1) as another:  # this thread may have an event loop
-        try:
-            tasks = another.submit(asyncio.run, worker.request({**request, "seed": address.seed})).result()
-        except AgentError as error:
-            raise DatasetError(f"verifiers:{address.name} cannot be loaded by {python}: {error}") from error
-        except BaseException:  # an interrupt ends the load too
-            worker.kill()
-            raise
-        finally:
-            worker.close()
+    try:
+        tasks = run_sync(worker.request(request))
+    except AgentError as error:
+        raise DatasetError(f"verifiers:{address.name} cannot be loaded by {python}: {error}") from error
+    except BaseException:  # an interrupt ends the load too
+        worker.kill()
+        raise
+    finally:
+        worker.close()
     kept = [task for task in tasks if address.keeps(str(task["index"]))][: address.size]
     if not kept:
         raise DatasetError(f"verifiers:{address.name} has no task{f' in part={address.part}' if address.part else ''}")
@@ -108,20 +104,10 @@ class Worker:
 
     def __init__(self, python: str) -> None:
         """Start a process of this Python."""
-        # The path of a socket has at most 107 bytes.
-        where = None if len(os.fsencode(gettempdir())) < 64 else "/tmp"
-        self._folder = TemporaryDirectory(prefix="agl-verifiers-", dir=where)
-        self._address = f"{self._folder.name}/socket"
-        with socket(AF_UNIX) as listening:
-            listening.bind(self._address)
-            listening.listen(BACKLOG)
-            self._process = Popen(
-                [python, str(WORKER), str(listening.fileno())],
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=STDOUT,
-                pass_fds=[listening.fileno()],
-            )
+        self._control, theirs = socketpair()
+        with theirs:
+            command = [python, str(WORKER), str(theirs.fileno())]
+            self._process = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, pass_fds=[theirs.fileno()])
         self._printed: deque[bytes] = deque(maxlen=20)
         self._reading = Thread(target=self._read, daemon=True)
         self._reading.start()
@@ -139,13 +125,13 @@ class Worker:
 
     async def request(self, request: Mapping[str, Any]) -> Any:
         """The result of a request. Raises AgentError for an error, or if the process dies."""
-        reply, connection = b"", socket(AF_UNIX)
-        connection.setblocking(False)
-        while connection.connect_ex(self._address) == EAGAIN:  # noqa: ASYNC110  more than BACKLOG wait
-            await asyncio.sleep(0.1)
-        with suppress(OSError):
+        reply, (connection, theirs) = b"", socketpair()
+        with theirs, suppress(OSError):
             reader, writer = await asyncio.open_unix_connection(sock=connection)
             try:
+                # In a thread, as it waits while the process starts and many are on their way.
+                await asyncio.to_thread(send_fds, self._control, [b"."], [theirs.fileno()])
+                theirs.close()
                 writer.write(json.dumps(request).encode() + b"\n")
                 reply = await reader.read()
             finally:
@@ -169,10 +155,8 @@ class Worker:
 
     def close(self) -> None:
         """End the process, and what it runs."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._control.close()
         self._end(None)
-        self._folder.cleanup()
 
     def _end(self, seconds: float | None) -> None:
         with suppress(TimeoutExpired):

@@ -1,15 +1,15 @@
 """Runs the tasks of a `verifiers` taskset for another process. Started with the Python that has verifiers installed.
 
-It imports nothing of this package. It is given the number of a socket that listens; each connection is one request, a
-line of JSON, and its reply, JSON up to the end. A request ends with its connection:
+It imports nothing of this package. It is given the number of a socket that connections are sent through; each is one
+request, a line of JSON, and its reply, JSON up to the end. A request ends with its connection:
 
     {"method": "tasks", "env": {...}, "limit": 100, "seed": 0}
         -> {"result": [{"index": 0, "prompt": "..."}, ...]}
     {"method": "rollout", "env": {...}, "index": 0, "base_url": "...", "api_key": "...", "model": "..."}
         -> {"result": {"reward": 1.0, "rewards": {"name": 1.0}, "output": "..."}}
 
-`env`: name, harness, runtime, options. An error is {"error": "..."}. It exits at the end of stdin, and not by SIGTERM
-before: it removes the path of the socket, whose maker may have been killed.
+`env`: name, harness, runtime, options. An error is {"error": "..."}. It exits at the end of the socket, whose maker may
+have been killed, and not by SIGTERM before: it ends what its environments run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import json
 import os
 import sys
 from asyncio import StreamReader, StreamWriter
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import cache
-from itertools import count
 from signal import SIGTERM, signal
-from socket import socket
+from socket import recv_fds, socket
 from typing import Any
+from uuid import uuid4
 
 sys.path[0] = os.getcwd()  # not the folder of this file, whose modules have the names of packages
 
@@ -50,51 +50,49 @@ def task_of(env: str, index: int) -> Any:
     return found[0]
 
 
-class Server:
-    """Answers the requests of all connections."""
+stack, lock = AsyncExitStack(), asyncio.Lock()
+serving: set[str] = set()
+"""The environments in use, which are closed with the stack."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
-        """The environments in use are closed with `stack`."""
-        self._stack, self._lock = stack, asyncio.Lock()
-        self._serving: set[str] = set()
-        self._numbers = count()
 
-    async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """A connection."""
-        work = asyncio.create_task(self._reply(json.loads(await reader.readline())))
-        gone = asyncio.create_task(reader.read())
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                writer.write(json.dumps(work.result(), default=str).encode())
-                await writer.drain()
-        finally:
-            work.cancel()
-            gone.cancel()
-            writer.close()
+async def serve(reader: StreamReader, writer: StreamWriter) -> None:
+    """A connection."""
+    work = asyncio.create_task(reply(json.loads(await reader.readline())))
+    gone = asyncio.create_task(reader.read())
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            writer.write(json.dumps(work.result(), default=str).encode())
+            await writer.drain()
+    finally:
+        work.cancel()
+        gone.cancel()
+        writer.close()
 
-    async def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            answer = tasks if request["method"] == "tasks" else self._rollout
-            return {"result": await answer(json.dumps(request["env"], sort_keys=True), request)}
-        except Exception as error:  # noqa: BLE001  the other process raises it
-            return {"error": f"{type(error).__name__}: {error}"}
 
-    async def _rollout(self, env: str, request: dict[str, Any]) -> dict[str, Any]:
-        from verifiers.v1.clients import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
+async def reply(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        answer = tasks if request["method"] == "tasks" else rollout
+        return {"result": await answer(json.dumps(request["env"], sort_keys=True), request)}
+    except Exception as error:  # noqa: BLE001  the other process raises it
+        return {"error": f"{type(error).__name__}: {error}"}
 
-        async with self._lock:
-            if env not in self._serving:
-                await self._stack.enter_async_context(environment(env).serving())
-                self._serving.add(env)
-        variable = f"AGL_VERIFIERS_KEY_{next(self._numbers)}"
-        os.environ[variable] = request["api_key"]
-        try:
-            client = EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
-            context = ModelContext(model=request["model"], client=client)
-            return result_of(await environment(env).run_episode(task_of(env, request["index"]), context))
-        finally:
-            del os.environ[variable]
+
+async def rollout(env: str, request: dict[str, Any]) -> dict[str, Any]:
+    from verifiers.v1.clients import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
+
+    async with lock:
+        if env not in serving:
+            await stack.enter_async_context(environment(env).serving())
+            serving.add(env)
+    variable = f"AGL_VERIFIERS_KEY_{uuid4().hex}"
+    os.environ[variable] = request["api_key"]
+    try:
+        client = EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
+        context = ModelContext(model=request["model"], client=client)
+        return result_of(await environment(env).run_episode(task_of(env, request["index"]), context))
+    finally:
+        del os.environ[variable]
 
 
 async def tasks(env: str, request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -117,14 +115,13 @@ def result_of(episode: Any) -> dict[str, Any]:
 
 
 async def main() -> None:
-    async with AsyncExitStack() as stack:
-        listening = socket(fileno=int(sys.argv[1]))
-        # A request is a line, whatever its length.
-        await asyncio.start_unix_server(Server(stack).serve, sock=listening, backlog=1024, limit=1 << 30)
-        await asyncio.to_thread(sys.stdin.read)
-        with suppress(OSError):
-            os.unlink(listening.getsockname())
-            os.rmdir(os.path.dirname(listening.getsockname()))
+    async with stack:
+        control, connections = socket(fileno=int(sys.argv[1])), set[asyncio.Task[None]]()
+        while received := (await asyncio.to_thread(recv_fds, control, 1, 1))[1]:
+            # A request is a line, whatever its length.
+            connection = await asyncio.open_unix_connection(sock=socket(fileno=received[0]), limit=1 << 30)
+            connections.add(task := asyncio.create_task(serve(*connection)))
+            task.add_done_callback(connections.discard)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from agentlightning.engine.base import AdapterTable
-from agentlightning.engine.servers.config import ENGINES, ServersConfig, smallest_lora_rank
+from agentlightning.engine.servers.config import EngineName, ServersConfig, smallest_lora_rank
 from agentlightning.errors import ConfigError
 from agentlightning.models import SHARED
 from agentlightning.models.resolve import TINY
 from agentlightning.util.kept_sets import MAX_SET
 from agentlightning.util.plugins import Registry
-from agentlightning.util.settings import AtLeastOne, Named, PositiveShare, Section, by_type
+from agentlightning.util.settings import AtLeastOne, PositiveShare, Section, by_type
 from agentlightning.weight_sync.transfer import AUTO, DISK
 
 OPENED = "agentlightning.policy.open:open_policy"
@@ -282,7 +282,7 @@ class ModelSettings(Section):
     gradient_checkpointing: bool = False
     """Compute all layers but the last again in the backward pass instead of storing their activations: far less memory
     for long contexts, about a third more time."""
-    kind: Annotated[str, Named(BACKENDS)] = "local"
+    kind: Annotated[str, BeforeValidator(BACKENDS.named)] = "local"
     """What trains: local, the trainer's own process; fsdp, several processes that divide weights and batches
     (docs/guides/operations/scaling.md); tinker, a server that speaks the Tinker API (section tinker); or a backend of
     your own."""
@@ -393,7 +393,7 @@ class PolicyConfig(ModelSettings):
     finish."""
     backend: dict[str, Any] = Field(default={})
     """The settings of a backend of your own."""
-    engine: Annotated[str, Named(ENGINES)] = "local"
+    engine: EngineName = "local"
     """What samples: local, the training process; vllm, sglang or an engine of your own, servers that get the weights
     after each update."""
     servers: ServersConfig = ServersConfig()

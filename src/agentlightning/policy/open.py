@@ -110,7 +110,7 @@ def policy_config(
         seed=seed,
         agents=dict(agents or {}),
         served=settings.engine != "local",
-        optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer or OptimizerConfig()),
+        optimizer=settings_from(OptimizerConfig, {"total_steps": steps}, base=optimizer),
         objective=objective,
     )
     if settings.engine != "local":

@@ -12,6 +12,7 @@ import io
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, Final, TypeAlias
@@ -24,7 +25,7 @@ THREADS: Final = 2
 """Bodies that are decompressed concurrently in threads."""
 
 Read: TypeAlias = Callable[[int], bytes]
-"""Up to so many further bytes of a body, fewer only at its end. Raises CodingError for data that is invalid or cut."""
+"""Up to so many further bytes of a body, fewer only at its end. Raises for data that is invalid or cut."""
 
 
 class CodingError(ConfigError):
@@ -38,11 +39,16 @@ class CodingError(ConfigError):
 async def decompress(body: bytes, coding: str, limit: int) -> bytes:
     """The body without its `content-encoding`. Raises CodingError if that is unknown (415), the data invalid (400), or
     the result larger than `limit` bytes (413)."""
-    if (read := _open(body, coding)) is None:
+    coding = coding.strip().lower()
+    if coding in ("", "identity"):
         return body
-    data = read(min(INLINE_BYTES, limit + 1))
-    if INLINE_BYTES <= len(data) <= limit:
-        data += await asyncio.get_running_loop().run_in_executor(_executor(), read, limit + 1 - len(data))
+    read = _reader(body, coding)
+    try:
+        data = read(min(INLINE_BYTES, limit + 1))
+        if INLINE_BYTES <= len(data) <= limit:
+            data += await asyncio.get_running_loop().run_in_executor(_executor(), read, limit + 1 - len(data))
+    except Exception as error:  # noqa: BLE001  each library raises exceptions of its own for invalid data
+        raise CodingError(f"the body is not one complete {coding} stream: {error}", 400) from None
     if len(data) > limit:
         raise CodingError(f"the decompressed body has more than {limit} bytes; send less at once", 413)
     return data
@@ -53,36 +59,17 @@ def _executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix="agl-decompress")
 
 
-def _open(body: bytes, coding: str) -> Read | None:
-    """What reads a body; None: it is not compressed."""
-    coding = coding.strip().lower()
-    if coding in ("", "identity"):
-        return None
+def _reader(body: bytes, coding: str) -> Read:
     if coding in ("gzip", "x-gzip"):
-        return _checked("gzip", _zlib(body, 31), zlib.error)
+        return _zlib(body, 31)
     if coding == "deflate":  # some clients send the raw stream, without the zlib header
         framed = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
-        return _checked("deflate", _zlib(body, 15 if framed else -15), zlib.error)
-    own = _module("compression.zstd")  # from Python 3.14 on
-    arrow = None if own else _module("pyarrow")
-    if coding == "zstd" and own:
-        return _checked("zstd", own.ZstdFile(io.BytesIO(body)).read, own.ZstdError)
-    if coding == "zstd" and arrow:
-        return _checked("zstd", arrow.CompressedInputStream(arrow.BufferReader(body), "zstd").read)
-    known = "gzip, deflate" + (", zstd" if own or arrow else "")
+        return _zlib(body, 15 if framed else -15)
+    zstd = _zstd()
+    if coding == "zstd" and zstd:
+        return zstd(body)
+    known = "gzip, deflate" + (", zstd" if zstd else "")
     raise CodingError(f"content-encoding={coding!r} is not supported; send {known}, or none", 415)
-
-
-def _checked(name: str, read: Read, *errors: type[Exception]) -> Read:
-    """With what a library raises for invalid data as CodingError."""
-
-    def checked(most: int) -> bytes:
-        try:
-            return bytes(read(most))
-        except (OSError, EOFError, ValueError, *errors) as error:
-            raise CodingError(f"the body is not one complete {name} stream: {error}", 400) from None
-
-    return checked
 
 
 def _zlib(body: bytes, wbits: int) -> Read:
@@ -99,9 +86,12 @@ def _zlib(body: bytes, wbits: int) -> Read:
     return read
 
 
-@lru_cache
-def _module(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        return None
+@lru_cache(maxsize=1)
+def _zstd() -> Callable[[bytes], Read] | None:
+    with suppress(ImportError):
+        own: Any = import_module("compression.zstd")  # from Python 3.14 on
+        return lambda body: own.ZstdFile(io.BytesIO(body)).read
+    with suppress(ImportError):
+        arrow: Any = import_module("pyarrow")
+        return lambda body: arrow.CompressedInputStream(arrow.BufferReader(body), "zstd").read
+    return None

@@ -8,7 +8,7 @@ import inspect
 import signal
 import threading
 from collections.abc import AsyncGenerator, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -23,9 +23,12 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
     If the calling thread already runs an event loop (in a notebook), the new loop runs in another thread.
     """
     try:
-        if _loop_is_running():
-            return _run_in_thread(work)
-        return uvloop.run(_until_signalled(work))
+        asyncio.get_running_loop()
+        run = _run_in_thread
+    except RuntimeError:
+        run = _run_here
+    try:
+        return run(work)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
@@ -47,21 +50,11 @@ async def result_of(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _loop_is_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
-    running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+    running = Future[Any]()
 
     async def main() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        running.set_result((asyncio.get_running_loop(), task))
+        running.set_result(asyncio.current_task())
         return await work
 
     with ThreadPoolExecutor(1, "agl-event-loop") as executor:
@@ -69,15 +62,15 @@ def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
         try:
             return done.result()
         except KeyboardInterrupt:
-            loop, task = running.result()
-            loop.call_soon_threadsafe(task.cancel)
-            wait([done])
+            task = running.result()
+            task.get_loop().call_soon_threadsafe(task.cancel)
             raise
 
 
-async def _until_signalled(work: Coroutine[Any, Any, T]) -> T:
-    if threading.current_thread() is threading.main_thread():
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await work
+def _run_here(work: Coroutine[Any, Any, T]) -> T:
+    async def main() -> T:
+        if threading.current_thread() is threading.main_thread() and (task := asyncio.current_task()) is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    return uvloop.run(main())

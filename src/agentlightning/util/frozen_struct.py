@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import NODEFAULT, Struct
-from pydantic import GetCoreSchemaHandler
+from pydantic import ConfigDict, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 
 StructType = TypeVar("StructType", bound="FrozenStruct")
@@ -26,32 +26,28 @@ class FrozenStruct(Struct, frozen=True):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The schema of a field of this type in a pydantic model."""
-        parameters: list[core_schema.ArgumentsParameter] = []
-        for field in dataclasses.fields(cls):
-            schema = handler.generate_schema(field.type)
-            if field.default is not dataclasses.MISSING:
-                schema = core_schema.with_default_schema(schema, default=field.default)
-            elif field.default_factory is not dataclasses.MISSING:
-                schema = core_schema.with_default_schema(schema, default_factory=field.default_factory)
-            parameters.append(core_schema.arguments_parameter(field.name, schema, mode="keyword_only"))
-        constructor = core_schema.call_schema(core_schema.arguments_schema(parameters), cls)
+        """The schema of a field of this type in a pydantic model: an instance, or a table of its fields."""
+        fields: dict[str, Any] = {field.name: (field.type, field) for field in dataclasses.fields(cls)}
+        model = create_model(cls.__name__, __config__=ConfigDict(extra="forbid"), **fields)
         return core_schema.union_schema(
-            [core_schema.is_instance_schema(cls), constructor],
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda value: {field.name: getattr(value, field.name) for field in dataclasses.fields(cls)}
-            ),
+            [
+                core_schema.is_instance_schema(cls),
+                core_schema.no_info_after_validator_function(
+                    lambda table: cls(**dict(table)), handler.generate_schema(model)
+                ),
+            ],
+            serialization=core_schema.plain_serializer_function_ser_schema(msgspec.structs.asdict),
         )
 
 
 def as_dataclass(struct: type[StructType]) -> type[StructType]:
     """Class decorator: add the fields that `dataclasses` looks for."""
-    options = {"kw_only": False, "init": True, "repr": True, "hash": None, "compare": True, "metadata": None}
-    struct.__dataclass_fields__ = fields = dict[str, dataclasses.Field[Any]]()
-    for info in msgspec.structs.fields(struct):
-        default = dataclasses.MISSING if info.default is NODEFAULT else info.default
-        factory = dataclasses.MISSING if info.default_factory is NODEFAULT else info.default_factory
-        fields[info.name] = field = dataclasses.Field(default, factory, **options)  # pyright: ignore
-        field.name, field.type = info.name, info.type
-        field._field_type = dataclasses._FIELD  # pyright: ignore
+    fields = [(info.name, info.type, _field(info)) for info in msgspec.structs.fields(struct)]
+    made = dataclasses.make_dataclass(struct.__name__, fields, init=False, repr=False, eq=False, kw_only=True)
+    struct.__dataclass_fields__ = made.__dataclass_fields__
     return struct
+
+
+def _field(info: msgspec.structs.FieldInfo) -> Any:
+    defaults = {"default": info.default, "default_factory": info.default_factory}
+    return dataclasses.field(**{name: each for name, each in defaults.items() if each is not NODEFAULT})

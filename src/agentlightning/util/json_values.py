@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, TypeAlias, TypeGuard
 
 import msgspec
@@ -35,13 +36,10 @@ def recorded_objects(value: object) -> list[Json]:
     """The objects of a recorded list, JSON text (with the NaN and the lone surrogates that the standard library
     accepts) or a list; empty for anything else."""
     if isinstance(value, str | bytes):
-        try:
-            value = loads(value)
-        except ValueError:
-            try:
-                value = json.loads(value)
-            except ValueError:
-                return []
+        for read in (loads, json.loads):
+            with suppress(ValueError):
+                value = read(value)
+                break
     return [each for each in value if is_table(each)] if is_list(value) else []
 
 

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import reduce
 from importlib.machinery import ModuleSpec
-from importlib.metadata import distributions, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeVar, cast
@@ -48,12 +48,9 @@ def plugin_names(kind: str) -> set[str]:
 
 def installed() -> dict[str, list[str]]:
     """The names of all installed parts by kind."""
-    found: dict[str, list[str]] = {}
-    for each in sorted(entry for distribution in distributions() for entry in distribution.entry_points):
-        head, _, kind = each.group.partition(".")
-        if head == "agentlightning":
-            found.setdefault(kind, []).append(each.name)
-    return found
+    found = entry_points()
+    groups = sorted(each for each in found.groups if each.startswith("agentlightning."))
+    return {group.partition(".")[2]: sorted(found.select(group=group).names) for group in groups}
 
 
 def announced(kind: str, name: str) -> str:
@@ -237,11 +234,10 @@ class Registry(dict[str, Any]):
         if isinstance(name, str) and ":" in name:
             return name
         name = name if name is None else str(name)  # a file may have a table or a list there
-        if name in self:
-            return self[name] or announced(self.kind, name)
-        if name in plugin_names(self.kind):
-            return announced(self.kind, name)
-        known = [*self.names(), *self.aliases]
+        names = self.names()
+        if name in names:
+            return self.get(name) or announced(self.kind, name)
+        known = [*names, *self.aliases]
         near = [self.elsewhere[name]] if name in self.elsewhere else get_close_matches(str(name), known, 1, 0.7)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         no_type = f"settings without a type name no {self.noun}."

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -109,55 +110,51 @@ class Progress:
         self._phase: _Phase | None = None
         self._phases: list[_Phase] = []
         """Those that a display shows."""
-        self._live: Live | None = None
-        self._ended = threading.Event()
         self._lines = dict.fromkeys(("reward", "validation", "rollouts", "warnings"), "")
         """What stands below the phases, on a terminal."""
         self._rewards: list[float] = []
         self._warnings = 0
+        self._prints_lines = enabled and not self._console.is_interactive
+        self._running = ExitStack()
+        """The display, or what prints lines while there is nothing new."""
 
     def __enter__(self) -> Self:
         with self._lock:
             self._depth += 1
-            if self._depth == 1 and self.enabled and self._console.is_interactive:
-                self._phases.clear()
-                self._live = Live(console=self._console, refresh_per_second=REFRESHES, get_renderable=self._render)
-                self._live.start()
+            if self._depth == 1 and self._prints_lines:
+                ended = threading.Event()
+                self._running.callback(ended.set)
+                threading.Thread(target=self._print_periodically, args=[ended], daemon=True).start()
             elif self._depth == 1 and self.enabled:
-                self._ended = threading.Event()
-                threading.Thread(target=self._print_periodically, args=[self._ended], daemon=True).start()
+                self._phases.clear()
+                show = Live(console=self._console, refresh_per_second=REFRESHES, get_renderable=self._render)
+                self._running.enter_context(show)
         return self
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._depth -= 1
             if self._depth == 0:
-                self._ended.set()
                 self._finish_phase()
-                if self._live is not None:
-                    self._live.stop()
-                    self._live = None
+                self._running.close()
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
         """Begin the next phase, with `total` items of which `done` are already done."""
         with self._lock:
             self._finish_phase()
             now = self._clock()
-            if self._live is None and self.enabled:
+            if self._prints_lines:
                 self._print(f"{name} ..." if total is None else f"{name}: {total} to do")
             self._phase = _Phase(name, total, now, first=done, done=done, shown_at=now, shown_done=-1)
             self._phases.append(self._phase)
 
     def update(self, done: int, **metrics: Metric) -> None:
         """Report how many items are done, and the current metrics: `reward=0.3`, `tokens_per_second=3570`."""
-        phase = self._phase
-        if phase is None or not self.enabled:
-            return
         with self._lock:
-            phase.done = done
-            phase.metrics = {**phase.metrics, **metrics}
-            if self._live is None and (now := self._clock()) - phase.shown_at >= LINE_SECONDS:
-                self._show(phase, now)
+            if self._phase is not None:
+                self._phase.done = done
+                self._phase.metrics = {**self._phase.metrics, **metrics}
+                self._show(LINE_SECONDS)
 
     def _render(self) -> Group:
         """What a display shows: a row for each phase, and what stands below. A note holds the lock while it waits for
@@ -203,21 +200,21 @@ class Progress:
     def tick(self) -> None:
         """Without a terminal, print the state of the phase if nothing was printed for SILENT_SECONDS."""
         with self._lock:
-            phase, now = self._phase, self._clock()
-            if phase is not None and now - phase.shown_at >= SILENT_SECONDS:
-                self._show(phase, now)
+            self._show(SILENT_SECONDS)
 
-    def _show(self, phase: _Phase, now: float) -> None:
-        phase.shown_at, phase.shown_done = now, phase.done
-        self._print(f"{phase.name}: {'  '.join(filter(None, phase.texts(now)))}")
+    def _show(self, after: float) -> None:
+        """Without a terminal, print the state of the phase, if it was printed so many seconds ago."""
+        phase, now = self._phase, self._clock()
+        if self._prints_lines and phase is not None and now - phase.shown_at >= after:
+            phase.shown_at, phase.shown_done = now, phase.done
+            self._print(f"{phase.name}: {'  '.join(filter(None, phase.texts(now)))}")
 
     def _finish_phase(self) -> None:
-        phase, self._phase = self._phase, None
-        if phase is None or not self.enabled:
-            return
-        phase.ended = self._clock()
-        if self._live is None and phase.done not in (phase.shown_done, phase.first):
-            self._show(phase, phase.ended)
+        if self._phase is not None:
+            self._phase.ended = self._clock()
+            if self._phase.done not in (self._phase.shown_done, self._phase.first):
+                self._show(0)
+            self._phase = None
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

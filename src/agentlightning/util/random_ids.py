@@ -10,8 +10,7 @@ import os
 import random
 
 _random = random.Random()
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(after_in_child=_random.seed)
+os.register_at_fork(after_in_child=_random.seed)
 
 random_bits = _random.getrandbits
 random_bytes = _random.randbytes

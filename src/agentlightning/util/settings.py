@@ -78,7 +78,9 @@ class Chosen:
     registry: Registry
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        dump = core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True)
+        dump = core_schema.plain_serializer_function_ser_schema(
+            lambda value, info: value.model_dump(mode=info.mode), info_arg=True
+        )
         return core_schema.no_info_plain_validator_function(self.read, serialization=dump)
 
     def read(self, value: Any) -> Any:
@@ -88,11 +90,10 @@ class Chosen:
             if not name or (":" not in name and name not in self.registry.names()):
                 name = reference_to(self.registry.check(type(value)))
         else:
-            given = self.registry.canonical(value)
-            table = _as_table(given)
+            table = _as_table(self.registry.canonical(value))
             name = table.pop("type", None)
             model = _settings_class(self.registry.find(name))
-            _read_none(table, dict(_known(model)))
+            _read_none(table, model)
             made = model.model_validate(table)
         return made if getattr(made, "type", name) == name else made.model_copy(update={"type": name})
 
@@ -100,16 +101,6 @@ class Chosen:
         """The settings of all that are ours, and of those of others that were imported."""
         ours = {name: self.registry.find(name) for name in self.registry}
         yield from map(_settings_class, {**ours, **self.registry.found}.values())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Named:
-    """In the annotation of a setting: the name of one of a registry, which is imported where it is used."""
-
-    registry: Registry
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(self.registry.named, handler(source))
 
 
 def _settings_class(part: Any) -> type[BaseModel]:
@@ -120,23 +111,13 @@ def _as_table(setting: Any) -> Table:
     return dict(cast(Table, setting)) if isinstance(setting, Mapping) else {"type": setting}
 
 
-def _dump(value: BaseModel, info: Any) -> Any:
-    return value.model_dump(mode=info.mode)
-
-
-def one_or_several(value: Any) -> str:
-    """The tag, "one" or "several", of a setting that is one thing or a list of such; a discriminator."""
-    return "several" if isinstance(value, list | tuple) else "one"
-
-
 def chosen(setting: Any, registry: Registry) -> Any:
     """The settings of one of a registry, as `Chosen` reads them. Raises ConfigError."""
     try:
         return Chosen(registry).read(setting)
     except ValidationError as error:
         table = _as_table(setting)
-        known = [name for name, _ in _known(_settings_class(registry.find(table["type"])))]
-        lines = _explain(error.errors(), table, [], known)
+        lines = _explain(error, table, [], _settings_class(registry.find(table["type"])))
         raise ConfigError(f'{registry.noun} "{table["type"]}" cannot be used: {"; ".join(lines)}') from error
 
 
@@ -144,7 +125,7 @@ C = TypeVar("C")
 
 OneOrSeveral: TypeAlias = Annotated[
     Annotated[C, Tag("one")] | Annotated[tuple[C, ...], Field(min_length=1), Tag("several")],
-    Discriminator(one_or_several),
+    Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one"),
 ]
 """One of what is annotated, or a list of such."""
 
@@ -165,20 +146,20 @@ def load_settings(model: type[M], *, toml: Path | None = None, overrides: Sequen
     table: Table = {}
     for _, own in sources:
         _merge(table, deepcopy(own))
-    _read_none(table, dict(_known(model)))
-    _fill(table, _defaults(model))
-    return _validated(model, table, sources)
+    _read_none(table, model)
+    return _made(model, table, sources)
 
 
-def _defaults(model: type[BaseModel]) -> Table:
-    return {name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()}
-
-
-def _validated(model: type[M], table: Table, sources: Sequence[Source]) -> M:
+def _made(model: type[M], table: Table, sources: Sequence[Source], base: M | None = None) -> M:
+    if base is None:
+        _fill(table, {name: each.get_default(call_default_factory=True) for name, each in model.model_fields.items()})
+    else:
+        _fill(table, dict(base))
+        table = {**_set(base), **table}
     try:
         return model.model_validate(table, extra="forbid")
     except ValidationError as error:
-        lines = _explain(error.errors(), table, sources, [name for name, _ in _known(model)])
+        lines = _explain(error, table, sources, model)
     head = f"{len(lines)} invalid settings:\n  " if len(lines) > 1 else ""
     raise ConfigError(head + "\n  ".join(lines))
 
@@ -205,13 +186,9 @@ def settings_from(
 
     Raises ConfigError as `load_settings` does; `source` is what its message says about the origin of the values.
     """
-    table = _expanded(model, dict(values))
-    _fill(table, _defaults(model) if base is None else dict(base))
-    made = _validated(model, table if base is None else {**dict(base), **table}, [(source, dict(values))])
-    if base is None:
-        return made
-    changed = {name: value for name, value in made if name in table or value != getattr(base, name)}
-    return base.model_copy(update=changed)
+    if base is not None and not isinstance(base, model):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{base!r:.80} is no {model.__name__}; give one, or its settings by their names")
+    return _made(model, _expanded(model, dict(values)), [(source, dict(values))], base)
 
 
 def is_secret(name: str) -> bool:
@@ -247,11 +224,11 @@ def _read_override(text: str) -> Table:
         table = tomllib.loads(f"{key}=0")
     except tomllib.TOMLDecodeError:
         raise ConfigError(f"{key!r} is not the name of a setting; write section.key=value") from None
-    inner = table
-    while isinstance(next(iter(inner.values())), dict):
-        inner = next(iter(inner.values()))
-    inner[next(iter(inner))] = _read_value(value)
-    return table
+    return _with_value(table, _read_value(value))
+
+
+def _with_value(table: Table, value: Any) -> Table:
+    return {key: _with_value(inner, value) if is_table(inner) else value for key, inner in table.items()}
 
 
 def _read_value(text: str) -> Any:
@@ -279,27 +256,31 @@ def _merge(into: Any, table: Table, name: str = "") -> None:
             into[place] = value
 
 
-def _read_none(table: Table, known: Mapping[str, FieldInfo], prefix: str = "") -> None:
-    for key, value in table.items():
-        if is_table(value):
-            _read_none(value, known, f"{prefix}{key}.")
-        elif is_list(value):
-            for item in value:
-                if is_table(item):
-                    _read_none(item, known, f"{prefix}{key}.{_ITEM}.")
-        elif value == NONE and (field := known.get(prefix + key)) is not None and _optional(field.annotation):
-            table[key] = None
+def _read_none(table: Table, model: type[BaseModel]) -> None:
+    for name, field in model.model_fields.items():
+        given = table.get(name)
+        if given == NONE and (field.annotation is Any or NoneType in get_args(field.annotation)):
+            table[name] = None
+        tables = [each for each in (given if is_list(given) else [given]) if is_table(each)]
+        for part, _ in _models(field, name) if tables else ():
+            for each in tables:
+                _read_none(each, part)
 
 
 def _fill(table: Table, defaults: Mapping[str, Any]) -> None:
-    """Complete partial sections from the defaults: pydantic would use those of the class, not of the section."""
+    """Complete partial sections by what the defaults set: pydantic would use those of the class, not of the section."""
     for name, default in defaults.items():
         given = table.get(name)
         if is_table(given) and isinstance(default, BaseModel):
             section, inner = _expanded(type(default), given), dict(default)
             if section.get("type", inner.get("type")) == inner.get("type"):
                 _fill(section, inner)
-                table[name] = {**inner, **section}
+                table[name] = {**_set(default), **section}
+
+
+def _set(settings: BaseModel) -> Table:
+    """What was set of the settings, and `type`, which says whose they are."""
+    return {name: value for name, value in settings if name == "type" or name in settings.model_fields_set}
 
 
 def _expanded(model: type[BaseModel], settings: Table) -> Table:
@@ -311,44 +292,36 @@ def _expanded(model: type[BaseModel], settings: Table) -> Table:
 # -- the schema ------------------------------------------------------------------------------------------------------
 
 
-def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()) -> Iterator[tuple[str, FieldInfo]]:
+def _known(model: type[BaseModel], prefix: str = "", outer: tuple[Any, ...] = ()) -> Iterator[str]:
     """Every setting by its dotted name, including sections, all members of unions, and items of lists (as `*`)."""
     for name, field in model.model_fields.items():
-        full = prefix + name
-        yield full, field
-        for member in _members(Annotated[field.annotation, None, *field.metadata]):
-            items = _members(get_args(member)[0]) if get_origin(member) in (tuple, list) else ()
-            for part, start in ((member, f"{full}."), *((item, f"{full}.{_ITEM}.") for item in items)):
-                if isinstance(part, type) and issubclass(part, BaseModel):
-                    yield from _known(part, start, (*outer, model)) if part not in (*outer, model) else ()
+        yield prefix + name
+        for part, full in _models(field, prefix + name):
+            if part not in (*outer, model):
+                yield from _known(part, f"{full}.", (*outer, model))
 
 
-def _members(annotation: Any) -> Iterator[Any]:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        inner, *metadata = get_args(annotation)
-        chosen = next((each for each in metadata if isinstance(each, Chosen)), None)
-        yield from _members(inner) if chosen is None else chosen.classes()
-    elif origin in (Union, UnionType):
-        for argument in get_args(annotation):
-            yield from _members(argument)
-    else:
-        yield annotation
-
-
-def _optional(annotation: Any) -> bool:
-    return any(member in (None, NoneType, Any) for member in _members(annotation))
+def _models(setting: Any, name: str) -> Iterator[tuple[type[BaseModel], str]]:
+    """The models that a setting, or a part of its annotation, may hold, with their names."""
+    if isinstance(setting, FieldInfo):
+        setting = Annotated[setting.annotation, None, *setting.metadata]
+    origin, arguments = get_origin(setting), get_args(setting)
+    if chosen := [each for each in arguments if isinstance(each, Chosen)]:
+        yield from ((each, name) for each in chosen[0].classes())
+    elif origin in (Annotated, Union, UnionType, tuple, list):
+        for each in arguments:
+            yield from _models(each, f"{name}.{_ITEM}" if origin in (tuple, list) else name)
+    elif isinstance(setting, type) and issubclass(setting, BaseModel):
+        yield setting, name
 
 
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def _explain(
-    errors: Sequence[ErrorDetails], table: Table, sources: Sequence[Source], known: Sequence[str]
-) -> list[str]:
+def _explain(errors: ValidationError, table: Table, sources: Sequence[Source], model: type[BaseModel]) -> list[str]:
     """One line for each setting. The errors of the members of a union are joined."""
-    lines: dict[str, str] = {}
-    for error in errors:
+    lines, known = dict[str, str](), [*_known(model)]
+    for error in errors.errors():
         path = _path(error, table)
         if error["type"] == "extra_forbidden":
             for full in _leaves(path, error["input"]):
@@ -402,7 +375,10 @@ def _unknown(path: Sequence[str], sources: Sequence[Source], known: Sequence[str
     of_run = RUN_SETTING in known
     if of_run and path[-1].lower() in DIRECTORIES:
         return f"{line}; {OF_RUN}"
-    found = _synonym(shape, known) or nearest(shape, known)
+    section, _, last = shape.rpartition(".")
+    ours = next((ours for theirs, ours in SYNONYMS.items() if last.lower() in theirs.split()), "")
+    candidates = (nearest(f"{section}.{each}".lstrip("."), known) for each in (*ours.split(), last))
+    found = next(filter(None, candidates), None)
     if found is None:
         return f"{line}; no known one is like it" + (" (all of them: agl train --print-config)" if of_run else "")
     for number in numbers:
@@ -421,8 +397,8 @@ PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rei
 """Those of `LightningRL`, which other trainers have as algorithms."""
 SYNONYMS = {
     "lr learning_rate": "optimizer.lr",
-    "rank lora_rank lora_r": "policy.lora.r lora.r",
-    "lora_alpha": "policy.lora.alpha lora.alpha",
+    "rank lora_rank lora_r": "lora.r",
+    "lora_alpha": "lora.alpha",
     "kl kl_coef": "kl_in_reward",
     "weight_decay": "optimizer.weight_decay",
     "warmup warmup_ratio": "optimizer.warmup_steps",
@@ -441,18 +417,6 @@ SYNONYMS = {
 }
 """Names of settings in other trainers -> how the name ends here. Tried before similarity of spelling, which finds
 `aggregate` for `learning_rate`."""
-
-
-def _synonym(name: str, known: Sequence[str]) -> str | None:
-    """The setting that has this name in another trainer; settings of the algorithm come first."""
-    section, _, last = name.rpartition(".")
-
-    def distance(other: str) -> tuple[bool, bool, int, str]:
-        return not other.startswith(section), not other.startswith("algorithm"), other.count("."), other
-
-    endings = next((endings for names, endings in SYNONYMS.items() if last.lower() in names.split()), "")
-    found = [[other for other in known if f".{other}".endswith(f".{ending}")] for ending in endings.split()]
-    return min(next(filter(None, found), ()), key=distance, default=None)
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
@@ -530,18 +494,17 @@ def dump_toml(settings: BaseModel) -> str:
 
 
 def _lines(settings: BaseModel, prefix: str) -> Iterator[str]:
-    texts, sections = field_texts(type(settings)), dict[str, BaseModel]()
-    for name, value in _fields(settings).items():
-        if isinstance(value, BaseModel):
-            sections[name] = value
+    texts = field_texts(type(settings))
+    for name, value in sorted(_fields(settings).items(), key=lambda field: isinstance(field[1], BaseModel)):
+        section = value if isinstance(value, BaseModel) else None
+        if section is not None:
+            yield ""
+        yield from (f"# {line}".rstrip() for line in texts.get(name, "").splitlines())
+        if section is not None:
+            yield f"[{prefix}{name}]"
+            yield from _lines(section, f"{prefix}{name}.")
         else:
-            yield from _comment(texts, name)
             yield f"{name} = {_value(value, prefix + name)}"
-    for name, section in sections.items():
-        yield ""
-        yield from _comment(texts, name)
-        yield f"[{prefix}{name}]"
-        yield from _lines(section, f"{prefix}{name}.")
 
 
 def _fields(model: BaseModel) -> Table:
@@ -550,22 +513,6 @@ def _fields(model: BaseModel) -> Table:
     return {
         name: NONE if value is None else value if isinstance(value, parts) else dumped[name] for name, value in model
     }
-
-
-def _set_fields(model: BaseModel) -> dict[str, Any]:
-    """The settings that are not at their default, and `type`, which says whose settings they are. With a preset, all of
-    them: it fills in what is not there."""
-    whole, fields = getattr(model, "preset", None) is not None, type(model).model_fields
-    return {
-        name: value
-        for name, value in _fields(model).items()
-        if whole or name == "type" or getattr(model, name) != fields[name].get_default(call_default_factory=True)
-    }
-
-
-def _comment(texts: Mapping[str, str], name: str) -> Iterator[str]:
-    for line in texts.get(name, "").splitlines():
-        yield f"# {line}".rstrip()
 
 
 @cache
@@ -589,7 +536,7 @@ def _value(value: Any, name: str) -> str:
     import tomlkit
 
     if isinstance(value, BaseModel):
-        value = _set_fields(value)
+        value = {key: each for key, each in _fields(value).items() if key in _set(value)}
     if is_table(value):
         items = value.items()
         inner = ", ".join(f"{tomlkit.key(key).as_string()} = {_value(item, name)}" for key, item in items)

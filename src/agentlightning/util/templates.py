@@ -61,14 +61,13 @@ def bounded() -> Generator[None]:
     raised for what no memory holds."""
     deadline, limit, before = time.monotonic() + SECONDS, time.thread_time() + SECONDS, sys.gettrace()
 
-    def trace_line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename != TEMPLATE_FILE:
+            return None
         # A busy machine may hold this thread up; the clock of the thread says how long it ran, and is slower to read.
         if time.monotonic() > deadline and time.thread_time() > limit:
             raise TemplateLimitError(f"the template runs for more than {SECONDS:g} s; look for a loop in it")
-        return trace_line
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        return trace_line if frame.f_code.co_filename == TEMPLATE_FILE else None
+        return trace
 
     sys.settrace(trace)
     try:

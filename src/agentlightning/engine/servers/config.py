@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, model_validator
 
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import Registry
-from agentlightning.util.settings import AtLeastOne, Named, Section
+from agentlightning.util.settings import AtLeastOne, Section
 from agentlightning.weight_sync.transfer import AUTO, DISK, SENDERS
 
 ENGINES = Registry(
@@ -27,6 +27,7 @@ ENGINES = Registry(
     },
 )
 """What samples: `local`, the process that trains, and clients of model servers."""
+EngineName = Annotated[str, BeforeValidator(ENGINES.named)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class ServedModel(Section):
     model: str
     """The model's directory, or its name on the hub: its tokenizer renders the conversations, and started servers load
     it."""
-    engine: Annotated[str, Named(ENGINES)] = "vllm"
+    engine: EngineName = "vllm"
     """Kind of its servers."""
     servers: ServersConfig = ServersConfig()
     """Its servers, joined or started here."""
