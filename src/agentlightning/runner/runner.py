@@ -43,13 +43,13 @@ from agentlightning.errors import (
     StoreError,
 )
 from agentlightning.observability.logs import about
-from agentlightning.resources import LLM, NamedResources, ProxyLLM
+from agentlightning.resources import LLM, NamedResources, ProxyLLM, named_resources
 from agentlightning.rollouts import Attempt, AttemptedRollout, AttemptStatus
 from agentlightning.runner.agents.arguments import first_llm
 from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_spec
 from agentlightning.runner.attempt_environ import check_variables
 from agentlightning.runner.hosts.host_pool import HostPool, LostAttemptError
-from agentlightning.runner.hosts.messages import Done, Load
+from agentlightning.runner.hosts.messages import Done, Job, Load
 from agentlightning.span import ERROR_TYPE, EXCEPTION, TURN_LIMIT_REACHED, Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
@@ -510,7 +510,8 @@ class Runner:
             environment |= worker_environment(proxy_url or url, self._secret, self.worker_id)
         if redirect and llm is not None:
             environment["AGL_MODEL"] = llm.model
-        return await self.pool.run(claimed, resources, url, environment, self._writer.put, alone)
+        job = Job(claimed, named_resources.dump_python(resources, mode="json"), url, environment)
+        return await self.pool.run(job, self._writer.put, alone)
 
     def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> Json:
         """Record a failure that the agent's process could not record itself."""

@@ -44,7 +44,7 @@ class Fixture:
 
     async def call(self, number: int) -> asyncio.Task[Done]:
         rollout = AttemptedRollout("ro", {}, 1.0, attempt=Attempt("ro", f"at-{number}", 1, 2.0))
-        task = asyncio.create_task(self.process.call(Job(number, rollout, {}, "", {}), lambda _: None))
+        task = asyncio.create_task(self.process.call(Job(rollout, {}, "", {}), lambda _: None))
         await asyncio.sleep(0)
         return task
 
@@ -84,12 +84,12 @@ async def test_one_that_does_not_stop_keeps_its_slot_and_its_process_ends_once_t
     hangs.cancel()
     await asyncio.wait([hangs])
     assert not made.process.usable, "nobody knows whether its event loop still runs"
-    made.says(Stopping(1))
+    made.says(Stopping("at-1"))
     assert (made.process.usable, made.process.free, made.process.capacity) == (True, 1, 2)
     await asyncio.sleep(0.2)  # the grace is over
     assert (made.process.usable, made.kills) == (False, 0)
-    made.says(Done(2))
-    assert await works == Done(2)
+    made.says(Done("at-2"))
+    assert await works == Done("at-2")
     assert made.kills == 1
 
 
@@ -109,8 +109,8 @@ async def test_a_blocked_event_loop_costs_all_and_none_of_the_others_failed() ->
 async def test_a_process_for_one_attempt_ends_with_it(alone: bool) -> None:
     made = Fixture(1, alone=alone)
     task = await made.call(1)
-    made.says(Done(1))
-    assert await task == Done(1)
+    made.says(Done("at-1"))
+    assert await task == Done("at-1")
     assert (made.wire.closed, made.process.usable, made.kills) == (alone, not alone, 0)
 
 

@@ -121,7 +121,7 @@ class _Sink:
         if self.judge:
             spans = [replace(span, attributes={**span.attributes, JUDGE: True}) for span in spans]
         if os.getpid() == self.host.process:
-            self.host.send(Spans(self.job.job_id, tuple(spans)))
+            self.host.send(Spans(self.job.attempt_id, tuple(spans)))
         else:
             self.remote = self.remote or PostingSink(self.job.server_url, self.job.environment.get("AGL_KEY", ""))
             self.remote.put(spans)
@@ -134,7 +134,7 @@ class Host:
 
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._sock, self._setup, self.process = sock, setup, os.getpid()
-        self._running: dict[int, Invocation] = {}
+        self._running: dict[str, Invocation] = {}
         self._sending = threading.Lock()
         serve_attempts(alone=self.alone, on_doubt=self._separate)
         threading.Thread(target=self._receive, name="agl-host", daemon=True).start()
@@ -173,12 +173,12 @@ class Host:
                 items = cast("dict[Any, Any]", task).items()
                 task = {key: value for key, value in items if key not in hidden}
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
-            invocation.on_program = lambda group: self.send(Program(message.job_id, group))
-            self._running[message.job_id] = invocation
-            self._start(message.job_id, self._attempt(message, invocation))
-        elif (invocation := self._running.get(message.job_id)) is not None:
+            invocation.on_program = lambda group: self.send(Program(message.attempt_id, group))
+            self._running[message.attempt_id] = invocation
+            self._start(message.attempt_id, self._attempt(message, invocation))
+        elif (invocation := self._running.get(message.attempt_id)) is not None:
             invocation.cancelled = True
-            self._cancel(message.job_id)
+            self._cancel(message.attempt_id)
             if invocation.program is not None:
                 invocation.program.terminate()
 
@@ -201,8 +201,8 @@ class Host:
                     emit_exception(error)
             with suppress(Exception, asyncio.CancelledError):  # of the agent's own exporters; the attempt ends anyway
                 await self._call(flush)
-        del self._running[job.job_id]
-        self.send(Done(job.job_id, failure, output, invocation.needs_process))
+        del self._running[job.attempt_id]
+        self.send(Done(job.attempt_id, failure, output, invocation.needs_process))
 
     async def _result(self, job: Job, invocation: Invocation, sink: _Sink) -> Any:
         """The agent's return value, unless it was the reward. Rewards are recorded."""
@@ -213,7 +213,7 @@ class Host:
         variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
         variables |= task_variable(invocation.task)
         with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
-            output = await self._run(invocation)
+            output = await self._call(self._setup.agent(invocation))
         if invocation.needs_process:
             raise OwnProcessNeededError(invocation.needs_process)
         if self._setup.reward is None:
@@ -238,17 +238,13 @@ class Host:
 
     # -- how code is run, once for each kind of host -----------------------------------------------------------------
 
-    def _start(self, job_id: int, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, attempt_id: str, work: Coroutine[Any, Any, None]) -> None:
         """Start an attempt. Called in the thread that receives messages, as `_cancel`."""
         raise NotImplementedError
 
-    def _cancel(self, job_id: int) -> None:
+    def _cancel(self, attempt_id: str) -> None:
         """Acknowledge that an attempt is to be stopped, and interrupt what it awaits."""
         raise NotImplementedError
-
-    async def _run(self, invocation: Invocation) -> Any:
-        """The agent's return value."""
-        return await self._call(self._setup.agent(invocation))
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call code of the user, and await what it returns, if that is to be awaited."""
@@ -260,7 +256,7 @@ class SharedHost(Host):
 
     def __init__(self, sock: socket.socket, setup: Setup) -> None:
         self._loop = asyncio.new_event_loop()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(setup.load.slots, thread_name_prefix="agent")
         attempt_environ.process_state.on_change = self._refuse_change
         attempt_environ.process_state.on_bare_use = self._refuse_bare_use
@@ -270,27 +266,26 @@ class SharedHost(Host):
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _start(self, job_id: int, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, attempt_id: str, work: Coroutine[Any, Any, None]) -> None:
         def start() -> None:
-            task = self._tasks[job_id] = self._loop.create_task(work)
-            task.add_done_callback(lambda _: self._tasks.pop(job_id))
+            task = self._tasks[attempt_id] = self._loop.create_task(work)
+            task.add_done_callback(lambda _: self._tasks.pop(attempt_id))
 
         self._loop.call_soon_threadsafe(start)
 
-    def _cancel(self, job_id: int) -> None:
+    def _cancel(self, attempt_id: str) -> None:
         def cancel() -> None:
-            self.send(Stopping(job_id))  # the loop is alive
-            if job_id in self._tasks:
-                self._loop.call_soon(self._tasks[job_id].cancel)  # after its first step: else it could not end
+            self.send(Stopping(attempt_id))  # the loop is alive
+            if attempt_id in self._tasks:
+                self._loop.call_soon(self._tasks[attempt_id].cancel)  # after its first step: else it could not end
 
         self._loop.call_soon_threadsafe(cancel)
 
-    async def _run(self, invocation: Invocation) -> Any:
-        function = self._setup.agent(invocation)
-        return await (function() if inspect.iscoroutinefunction(function) else self._call(function))
-
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the function in a thread. Does not return before the thread ends, even if cancelled."""
+        """Call a coroutine function here, any other in a thread. Does not return before the thread ends, even if
+        cancelled."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
         future = asyncio.wrap_future(self._threads.submit(_result_or_error, function, *args))
         cancelled = await wait_through_cancellation(future)
         value, error = future.result()
@@ -334,11 +329,11 @@ class LoneHost(Host):
             with suppress(StopIteration):
                 self._work.get().send(None)  # no loop runs it, so what it awaits does not suspend it: see `_call`
 
-    def _start(self, job_id: int, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, attempt_id: str, work: Coroutine[Any, Any, None]) -> None:
         self._work.put(work)
 
-    def _cancel(self, job_id: int) -> None:
-        self.send(Stopping(job_id))
+    def _cancel(self, attempt_id: str) -> None:
+        self.send(Stopping(attempt_id))
         if (task := self._awaiting) is not None:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
@@ -362,9 +357,9 @@ def _encoded(message: FromHost) -> bytes:
         return encode(message)
     except MessageError as error:
         if isinstance(message, Spans):
-            return encode(Spans(message.job_id, tuple(map(sanitize_span, message.spans))))
+            return encode(Spans(message.attempt_id, tuple(map(sanitize_span, message.spans))))
         if isinstance(message, Done):
-            return encode(Done(message.job_id, Failure.of(error)))
+            return encode(Done(message.attempt_id, Failure.of(error)))
         raise
 
 

@@ -32,8 +32,6 @@ from msgspec.structs import replace
 
 from agentlightning.attempt_variables import agent_process_environment
 from agentlightning.errors import AgentError, ConfigError
-from agentlightning.resources import NamedResources, named_resources
-from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.command import describe_exit, signal_group
 from agentlightning.runner.hosts.messages import (
     Cancel,
@@ -94,13 +92,16 @@ class RunningAttempt:
 
     job: Job
     done: asyncio.Future[Done]
+    """Cancelled once its caller waits no longer."""
     on_spans: OnSpans
-    stopped: bool = False
-    """Its caller waits no longer."""
     acknowledged: bool = False
     """The process knows that it is to be stopped, so its event loop is alive."""
     program: int = 0
     """The process group of the program that it runs; 0 for none."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.done.cancelled()
 
 
 class AttemptProcess(asyncio.Protocol):
@@ -112,20 +113,21 @@ class AttemptProcess(asyncio.Protocol):
     ) -> None:
         self.alone = alone
         """It runs one attempt, on its main thread."""
-        self.attempts: dict[int, RunningAttempt] = {}
+        self.attempts: dict[str, RunningAttempt] = {}
         self.connecting: asyncio.Task[Any] | None = None
         """Held, so that it is not collected."""
         self.ready = False
         self.retired = alone
+        """It is given no further attempt."""
         self.ending = False
         """It is closed, or killed for what one of its attempts did to others: no crash."""
-        self.exited: Exited | None = None
         self._slots, self._grace, self._kill, self._on_change = slots, grace, kill, on_change
         self._killed: str | None = None
         """Why it was killed while attempts ran in it, for their error message."""
+        self._exited: Exited | None = None
         self._transport: asyncio.Transport | None = None
         self._frames = FrameDecoder[FromHost](FromHost)
-        self._outbox: list[bytes] = []
+        self._unsent: list[bytes] = []
 
     @property
     def stopped(self) -> int:
@@ -144,7 +146,7 @@ class AttemptProcess(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         blocked = any(each.stopped and not each.acknowledged for each in self.attempts.values())
-        return self.ready and not (self.retired or blocked or self._killed or self.exited)
+        return self.ready and not (self.retired or blocked)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
@@ -152,32 +154,26 @@ class AttemptProcess(asyncio.Protocol):
         """Run one attempt until it ends. Cancelling stops it. Raises TimeoutError after its time, MessageError for a
         task that cannot be encoded, AgentCrashedError or LostAttemptError when the process exits."""
         data = encode(job)
-        attempt = RunningAttempt(job, asyncio.get_running_loop().create_future(), on_spans)
-        self.attempts[job.job_id] = attempt
+        loop = asyncio.get_running_loop()
+        attempt = self.attempts[job.attempt_id] = RunningAttempt(job, loop.create_future(), on_spans)
         self._send(data)
         try:
             async with asyncio.timeout(job.rollout.config.timeout_seconds):
                 return await attempt.done
         except (TimeoutError, asyncio.CancelledError):
-            self._stop(attempt)
+            self._send(encode(Cancel(job.attempt_id)))
+            loop.call_later(self._grace + 0.5, self._on_grace_over, attempt)
+            self._on_change()
             raise
-
-    def _stop(self, attempt: RunningAttempt) -> None:
-        attempt.stopped = True
-        if self.exited is None:
-            self._send(encode(Cancel(attempt.job.job_id)))
-            asyncio.get_running_loop().call_later(self._grace + 0.5, self._on_grace_over, attempt)
-        self._on_change()
 
     def _on_grace_over(self, attempt: RunningAttempt) -> None:
         """Retire a process whose stopped attempt still runs. If its event loop is blocked, its other attempts cannot
         end either: kill it at once."""
-        if attempt.job.job_id not in self.attempts or self.exited is not None or self._killed is not None:
+        if attempt.job.attempt_id not in self.attempts or self._killed or self._exited:
             return
         if not attempt.acknowledged:
             self.ending = True
             self._kill_because("another attempt blocked its event loop and did not end at its timeout")
-            self._fail_all(LostAttemptError(f"the process the agent ran in {self._killed}"))
         self.retire()
 
     def retire(self) -> None:
@@ -185,7 +181,7 @@ class AttemptProcess(asyncio.Protocol):
         self.retired = True
         if not self.attempts:
             self.close()
-        elif self.stopped == len(self.attempts) and self.exited is None:
+        elif self.stopped == len(self.attempts):
             self.ending = True
             self._kill()
         self._on_change()
@@ -197,18 +193,15 @@ class AttemptProcess(asyncio.Protocol):
             self._transport.close()
 
     def _kill_because(self, why: str) -> None:
-        self._killed = f"was killed: {why}"
+        self._killed, self.retired = f"was killed: {why}", True
         self._kill()
+        self._on_change()
 
     def _send(self, data: bytes) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._write)
-        self._outbox.append(data)
-
-    def _write(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(self._outbox))
-            self._outbox.clear()
+        if self._transport is None:
+            self._unsent.append(data)
+        elif not self._transport.is_closing():
+            self._transport.write(data)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -216,23 +209,21 @@ class AttemptProcess(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         if self.ending:
             transport.close()
-        self._write()
+        else:
+            self._transport.writelines(self._unsent)
 
     def data_received(self, data: bytes) -> None:
-        if self._killed is not None:
-            return
         try:
-            for message in self._frames.feed(data):
+            for message in () if self._killed else self._frames.feed(data):
                 self._handle(message)
         except MessageError as error:
             self._kill_because(str(error))
-            self._on_change()
 
     def _handle(self, message: FromHost) -> None:
         if isinstance(message, Ready):
             self.ready = True
             return self._on_change()
-        attempt = self.attempts.get(message.job_id)
+        attempt = self.attempts.get(message.attempt_id)
         if attempt is None:
             return
         if isinstance(message, Program):
@@ -247,27 +238,24 @@ class AttemptProcess(asyncio.Protocol):
             attempt.acknowledged = True
             self._on_change()
         else:
-            self._on_done(attempt, message)
-
-    def _on_done(self, attempt: RunningAttempt, done: Done) -> None:
-        del self.attempts[done.job_id]
-        if not attempt.done.done():
-            attempt.done.set_result(done)
-        if self.retired:
-            self.retire()
-        elif attempt.stopped:
-            self._on_change()
+            del self.attempts[message.attempt_id]
+            if not attempt.done.done():
+                attempt.done.set_result(message)
+            if self.retired:
+                self.retire()
+            elif attempt.stopped:
+                self._on_change()
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self.exited is not None:
-            self._fail(self.exited)
+        if self._exited is not None:
+            self._fail(self._exited)
 
     def on_exit(self, exited: Exited) -> None:
         """The process has exited: fail its attempts after the messages it had sent are read."""
-        self.exited = exited
+        self._exited, self.retired = exited, True
         if self._transport is None:
             self._fail(exited)
         else:
@@ -283,13 +271,10 @@ class AttemptProcess(asyncio.Protocol):
             error = LostAttemptError(f"{error}, before any attempt began in it")
         elif others > 0:  # nobody knows whose fault it was
             error = LostAttemptError(f"{error}, which {others} other attempts shared")
-        self._fail_all(error)
-        self.attempts.clear()
-
-    def _fail_all(self, error: AgentError) -> None:
         for attempt in self.attempts.values():
             if not attempt.done.done():
                 attempt.done.set_exception(error)
+        self.attempts.clear()
 
     def kill_programs(self) -> None:
         """Kill the programs that the process has left: each has a process group of its own."""
@@ -338,7 +323,7 @@ class HostPool:
         self._frames = FrameDecoder[FromForkServer](FromForkServer)
         self._trimming: asyncio.Task[None] | None = None
         self._processes: dict[int, AttemptProcess] = {}
-        self._numbers, self._job_ids = itertools.count(1), itertools.count(1)
+        self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
         self._failed_starts = 0
         self._closing = False
@@ -411,20 +396,10 @@ class HostPool:
             return self._concurrency - sum(process.stopped for process in processes)
         return min(self._concurrency, sum(process.capacity for process in processes if not process.alone))
 
-    async def run(
-        self,
-        rollout: AttemptedRollout,
-        resources: NamedResources,
-        server_url: str,
-        environment: dict[str, str],
-        on_spans: OnSpans,
-        alone: bool,
-    ) -> Done:
+    async def run(self, job: Job, on_spans: OnSpans, alone: bool) -> Done:
         """Run one attempt until it ends, in a new process if `alone`. Raises TimeoutError after its time,
         AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
         process of its own. Cancelling stops the attempt."""
-        dumped = named_resources.dump_python(resources, mode="json")
-        job = Job(next(self._job_ids), rollout, dumped, server_url, environment)
         process = self._fork(alone=True) if alone or self.fresh else await self._least_busy()
         done = await process.call(job, on_spans)
         if not done.needs_process:

@@ -92,18 +92,22 @@ class Exited(Message, frozen=True):
 class Job(Message, frozen=True):
     """Run one attempt."""
 
-    job_id: int
     rollout: AttemptedRollout
     resources: dict[str, dict[str, Any]]
     """Resources by name, as JSON values."""
     server_url: str
     environment: dict[str, str]
 
+    @property
+    def attempt_id(self) -> str:
+        """By which the other messages name it."""
+        return self.rollout.attempt.attempt_id
+
 
 class Cancel(Message, frozen=True):
     """Stop one attempt. Its result is ignored; its end is awaited."""
 
-    job_id: int
+    attempt_id: str
 
 
 # -- host to runner --------------------------------------------------------------------------------------------------
@@ -116,7 +120,7 @@ class Ready(Message, frozen=True):
 class Program(Message, frozen=True):
     """An attempt has started a program, or it has ended."""
 
-    job_id: int
+    attempt_id: str
     group: int
     """Its process group; 0 once it has ended."""
 
@@ -124,20 +128,20 @@ class Program(Message, frozen=True):
 class Spans(Message, frozen=True):
     """Spans that an attempt has emitted."""
 
-    job_id: int
+    attempt_id: str
     spans: tuple[Span, ...]
 
 
 class Stopping(Message, frozen=True):
     """The host acknowledges a `Cancel`: its event loop is alive."""
 
-    job_id: int
+    attempt_id: str
 
 
 class Done(Message, frozen=True):
     """An attempt has ended; all of its spans were sent before."""
 
-    job_id: int
+    attempt_id: str
     failure: Failure | None = None
     output: Any = None
     """The agent's return value as shortened JSON; None if it was the reward."""
