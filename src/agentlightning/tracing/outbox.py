@@ -26,6 +26,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from itertools import islice
 from typing import Any, Final, Generic, ParamSpec, TypeVar, cast
 from urllib.parse import urlsplit
 from weakref import WeakSet
@@ -158,10 +159,8 @@ class Outbox(Retry, ABC, Generic[T]):
         """Begin with an empty queue: lock, thread and items of a parent process are not ours."""
         self._lock = threading.RLock()  # a signal handler may emit, too
         self._waiting = deque[T]()
-        self._taken: list[T] = []
-        self._size = 0
-        self._put = self._done = 0
-        """Numbers of items, which say what a waiter waits for."""
+        """Items that are not done, with those that are being sent."""
+        self._size = self._done = 0
         self._waiters = deque[tuple[int, Future[None]]]()
         """Each is done once so many items are."""
         self._calls = 0
@@ -229,7 +228,6 @@ class Outbox(Retry, ABC, Generic[T]):
             room = 0 if self.is_closed else len(items) if always else int(min(len(items), free))
             taken = items if room == len(items) else items[:room]
             self._waiting.extend(taken)
-            self._put += room
             for item in taken:
                 self._size += self.size_of(item)
             if self._thread is None and room and self._thread_name is not None:
@@ -239,13 +237,13 @@ class Outbox(Retry, ABC, Generic[T]):
                 self._call(self._changed.set)
         if room == len(items):
             return True
-        self.drop(items[room:], "it is closed" if self.is_closed else f"{self.waiting} wait already")
+        self.drop(items[room:], "it is closed" if self.is_closed else f"{waiting + room} wait already")
         return False
 
     @property
     def waiting(self) -> int:
         """Items that are not done."""
-        return self._put - self._done
+        return len(self._waiting)
 
     @property
     def is_current_thread(self) -> bool:
@@ -265,8 +263,8 @@ class Outbox(Retry, ABC, Generic[T]):
         """Done once all items put so far are."""
         done = Future[None]()
         with self._lock:
-            if self._done < self._put:
-                self._waiters.append((self._put, done))
+            if self._waiting:
+                self._waiters.append((self._done + len(self._waiting), done))
                 self._calls += 1
                 self._call(self._changed.set)
             else:
@@ -287,8 +285,7 @@ class Outbox(Retry, ABC, Generic[T]):
                 self._call(lambda: self._work.cancel())
                 thread.join(0.5)
         with self._lock:
-            left = [*self._taken, *self._waiting]
-            self._waiting.clear()
+            left = list(self._waiting)
         self._settle(len(left))
         if left:
             self.leave(left, timeout)
@@ -327,8 +324,7 @@ class Outbox(Retry, ABC, Generic[T]):
         if self._linger:
             await self._until(self._is_due, self._linger)
         with self._lock:
-            self._taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._batch))]
-            return list(self._taken)
+            return list(islice(self._waiting, self._batch))
 
     def _is_due(self) -> bool:
         return len(self._waiting) >= self._batch or bool(self._waiters) or self.is_closed
@@ -376,8 +372,8 @@ class Outbox(Retry, ABC, Generic[T]):
     def _settle(self, count: int) -> None:
         """The next items are done."""
         with self._lock:
-            self._size -= sum(map(self.size_of, self._taken[:count]))
-            self._taken = self._taken[count:]
+            for _ in range(min(count, len(self._waiting))):  # none, if `close` has dropped them
+                self._size -= self.size_of(self._waiting.popleft())
             self._done += count
             while self._waiters and self._waiters[0][0] <= self._done:
                 with suppress(InvalidStateError):  # nobody waits any more

@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from agentlightning.errors import AgentError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM
@@ -78,14 +78,9 @@ class Invocation:
     group: int = 0
     """The process group of a command that runs here; 0 for none."""
     on_program: Callable[[int], None] = lambda group: None
-    """Told when that changes."""
+    """Called with the group of a command that has started, and with 0 when it has ended."""
     needs_process: str = ""
     """What it has touched that all attempts in its process share."""
-
-    def run_group(self, group: int) -> None:
-        """A command has started, or (0) ended."""
-        self.group = group
-        self.on_program(group)
 
     def named_values(self) -> Json:
         """Values of the known parameters; those without a value are absent."""
@@ -149,7 +144,7 @@ class Signature:
     parameters: tuple[inspect.Parameter, ...]
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Signature:
+    def of(cls, function: Callable[..., Any]) -> Self:
         name = getattr(function, "__qualname__", type(function).__qualname__)
         try:
             signature = inspect.signature(function)
@@ -208,22 +203,19 @@ def string_keys(task: Any) -> Json:
 # number that the agent returns is its reward. Anything else fails the attempt; a missing reward never becomes 0.0.
 
 
-@dataclass(frozen=True, slots=True)
-class RewardFunction:
+class RewardFunction(Signature):
     """A user's reward function."""
 
-    signature: Signature
-
     @classmethod
-    def of(cls, function: Any) -> RewardFunction:
+    def of(cls, function: Any) -> Self:
         """Raises AgentError for an object that cannot be called."""
         if not callable(function):
             raise AgentError(f"the reward is {function!r}, which cannot be called; pass a function")
-        return cls(Signature.of(function))
+        return super().of(function)
 
     @property
     def source(self) -> str:
-        return f"the reward function {self.signature.name}"
+        return f"the reward function {self.name}"
 
     def start(self, invocation: Invocation, output: Any, **further: Any) -> Any:
         """Call the function; an async one returns an awaitable. `further`: more arguments by parameter name."""
@@ -234,4 +226,4 @@ class RewardFunction:
             "resources": invocation.resources,
             **further,
         }
-        return self.signature.bind_values({**string_keys(invocation.task), **known})()
+        return self.bind_values({**string_keys(invocation.task), **known})()

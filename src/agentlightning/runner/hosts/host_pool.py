@@ -25,8 +25,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -56,6 +57,7 @@ from agentlightning.tracing.agent_spans import agent_span
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 OnSpans = Callable[[Sequence[Span]], None]
 READ_SECONDS = 0.5
 """How long what an exited process had sent is read: a child of it may keep the socket open."""
@@ -314,12 +316,13 @@ class HostPool:
         """Each attempt has a new process."""
         self.crashes = 0
         """Number of processes that exited unexpectedly."""
-        self._concurrency, self._size, self._slots = concurrency, hosts, math.ceil(concurrency / max(hosts, 1))
-        self._load = replace(load, slots=self._slots)
+        self._concurrency, self._size = concurrency, hosts
+        self._load = replace(load, slots=math.ceil(concurrency / max(hosts, 1)))
         self._on_change, self._on_broken = on_change, on_broken
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self._log = None if log is None else Path(log)
         self._fork_server: subprocess.Popen[bytes] | None = None
+        self._loaded = False
         self._frames = FrameDecoder[FromForkServer](FromForkServer)
         self._trimming: asyncio.Task[None] | None = None
         self._processes: dict[int, AttemptProcess] = {}
@@ -356,20 +359,22 @@ class HostPool:
         self._request(replace(self._load, sys_path=_python_path(self._cwd), variables=variables))
 
     async def start(self) -> None:
-        """Wait until the agent is imported, after `spawn`, and attempts can run. Raises AgentError."""
+        """Wait until the agent is imported, after `spawn`, and attempts can run. Idempotent. Raises AgentError, after
+        which it is closed."""
+        if self._loaded:
+            return
         loop = asyncio.get_running_loop()
-        self._loaded = loop.create_future()
         loop.add_reader(self._control, self._receive)
         if self._log is not None:
             self._trimming = loop.create_task(trim_periodically(self._log))
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await self._loaded
-                self._notify_change()
-                if not self.fresh:
-                    await self._least_busy()
-        except TimeoutError:
-            raise AgentError(f"agent {self.agent} was not imported within {LOAD_SECONDS:g} s") from None
+                await self._wait_for(lambda: self._loaded and (self.fresh or self._least_busy()))
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError):
+                raise AgentError(f"agent {self.agent} was not imported within {LOAD_SECONDS:g} s") from None
+            raise
 
     async def close(self) -> None:
         """End all processes. Idempotent."""
@@ -400,7 +405,7 @@ class HostPool:
         """Run one attempt until it ends, in a new process if `alone`. Raises TimeoutError after its time,
         AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
         process of its own. Cancelling stops the attempt."""
-        process = self._fork(alone=True) if alone or self.fresh else await self._least_busy()
+        process = self._fork(alone=True) if alone or self.fresh else await self._wait_for(self._least_busy)
         done = await process.call(job, on_spans)
         if not done.needs_process:
             return done
@@ -420,11 +425,16 @@ class HostPool:
         for process in [each for each in self._processes.values() if not each.alone]:
             process.retire()
 
-    async def _least_busy(self) -> AttemptProcess:
-        while not (found := [each for each in self._processes.values() if each.free > 0]):
+    def _least_busy(self) -> AttemptProcess | None:
+        free = [each for each in self._processes.values() if each.free > 0]
+        return max(free, key=lambda process: process.free, default=None)
+
+    async def _wait_for(self, find: Callable[[], T | None]) -> T:
+        """Wait until something is found. Raises AgentError where no process can be started."""
+        while not (found := find()):
             self._check()
             await self._changed.wait()
-        return max(found, key=lambda process: process.free)
+        return found
 
     def _check(self) -> None:
         """Raises AgentError where no process can be started."""
@@ -436,13 +446,12 @@ class HostPool:
     def _fork(self, alone: bool) -> AttemptProcess:
         self._check()
         number, loop = next(self._numbers), asyncio.get_running_loop()
-
-        def kill() -> None:
-            if not self._closing:
-                self._request(Kill(number))
-
         process = self._processes[number] = AttemptProcess(
-            1 if alone else self._slots, alone=alone, grace=self._load.grace, kill=kill, on_change=self._notify_change
+            1 if alone else self._load.slots,
+            alone=alone,
+            grace=self._load.grace,
+            kill=partial(self._request, Kill(number)),
+            on_change=self._notify_change,
         )
         ours, theirs = socket.socketpair()
         with theirs:
@@ -452,7 +461,7 @@ class HostPool:
         return process
 
     def _notify_change(self) -> None:
-        if not (self._closing or self.fresh or self._broken):
+        if self._loaded and not (self._closing or self.fresh or self._broken):
             shared = [each for each in self._processes.values() if not (each.alone or each.retired)]
             for _ in range(self._size - len(shared)):  # another one in place of each that takes no more attempts
                 self._fork(alone=False)
@@ -462,6 +471,8 @@ class HostPool:
 
     def _request(self, message: Load | Fork | Kill, *passed: socket.socket) -> None:
         data = encode(message)
+        if self._closing:
+            return
         with suppress(BrokenPipeError, ConnectionResetError):  # `_on_fork_server_lost` follows
             sent = socket.send_fds(self._control, [data], [each.fileno() for each in passed]) if passed else 0
             self._control.sendall(data[sent:])
@@ -474,9 +485,10 @@ class HostPool:
                 if isinstance(message, Exited):
                     self._on_exit(message)
                 elif message.error:
-                    self._loaded.set_exception(AgentError(message.error))
+                    self._break(message.error)
                 else:
-                    self._loaded.set_result(None)
+                    self._loaded = True
+                    self._notify_change()
         except BlockingIOError:
             return
         except (ConnectionResetError, MessageError):
@@ -493,31 +505,32 @@ class HostPool:
             self._failed_starts = 0 if process.ready else self._failed_starts + 1
         if self._closing or self._failed_starts < MAX_FAILED_STARTS:
             return self._notify_change()
-        self._mark_broken(
+        self._break(
             f"the processes that run agent {self.agent} end as soon as they start; the last one "
             f"{describe_exit(exited.status)}\n{exited.traceback}"
         )
 
     def _on_fork_server_lost(self) -> None:
-        if self._closing or self._fork_server is None:
+        if self._closing or self._broken or self._fork_server is None:
             return
         with suppress(subprocess.TimeoutExpired):
             self._fork_server.wait(1.0)
         code = self._fork_server.returncode
         exited = Exited(0, -9 if code is None else code, "")
-        how = describe_exit(exited.status)
-        if not self._loaded.done():
-            where = "on stderr" if self._log is None else f"in {self._log}"
-            why = f"the process that imports agent {self.agent} {how} before it was done; what it printed is {where}"
-            return self._loaded.set_exception(AgentError(why))
         for process in self._processes.values():
             process.on_exit(exited)
-        self._mark_broken(f"the process that starts the processes of agent {self.agent} {how}")
+        how, what = describe_exit(exited.status), "starts the processes of"
+        if not self._loaded:
+            how += f" before it was done; what it printed is {'on stderr' if self._log is None else f'in {self._log}'}"
+            what = "imports"
+        self._break(f"the process that {what} agent {self.agent} {how}")
 
-    def _mark_broken(self, why: str) -> None:
+    def _break(self, why: str) -> None:
+        """No process can be started any more."""
         self._broken = AgentError(why)
         self._notify_change()
-        self._on_broken(self._broken)
+        if self._loaded:
+            self._on_broken(self._broken)
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:

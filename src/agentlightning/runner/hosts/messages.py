@@ -15,7 +15,7 @@ import msgspec
 
 from agentlightning.errors import AgentError, Failure
 from agentlightning.rollouts import AttemptedRollout
-from agentlightning.runner.agents.spec import AgentSpec, Pickled, Reference
+from agentlightning.runner.agents.agent import AgentSpec, Pickled, Reference
 from agentlightning.span import Span
 from agentlightning.tracing.messages import to_jsonable
 from agentlightning.util.json_values import pack, unpack_large
@@ -70,12 +70,6 @@ class Kill(Message, frozen=True):
 # -- fork server to runner -------------------------------------------------------------------------------------------
 
 
-class Loaded(Message, frozen=True):
-    """The agent is imported, and hosts can be forked; or it could not be imported."""
-
-    error: str = ""
-
-
 class Exited(Message, frozen=True):
     """A host has exited."""
 
@@ -114,7 +108,9 @@ class Cancel(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The host accepts jobs."""
+    """The host accepts jobs; the fork server has imported the agent and can fork hosts, or could not import it."""
+
+    error: str = ""
 
 
 class Program(Message, frozen=True):
@@ -150,7 +146,7 @@ class Done(Message, frozen=True):
 
 
 ToForkServer = Fork | Kill
-FromForkServer = Loaded | Exited
+FromForkServer = Ready | Exited
 ToHost = Job | Cancel
 FromHost = Ready | Program | Spans | Stopping | Done
 
