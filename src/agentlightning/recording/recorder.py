@@ -211,7 +211,7 @@ class SessionRecord:
     in_store: bool = False
     """Its rollout is in the store."""
     written: bool = False
-    """All of it is in the store, with its end."""
+    """All of it is in the store, with its end; but for spans that have ended after it."""
     lost: bool = False
     """The store has rejected it: nothing more of it is written."""
     spans: list[Span] = field(default_factory=list[Span])
@@ -278,7 +278,7 @@ class SessionRecord:
                 for span in self.spans:
                     await _write_alone(store, span)
             self.spans = []
-        if end is not None:
+        if end is not None and not self.written:
             await store.update_attempt(*self.ids, status=end.status, metadata=end.metadata)
             self.note_written()
 
@@ -428,14 +428,14 @@ class Recorder(Outbox[Record]):
         changed = [
             each
             for each in self._open_sessions.values()
-            if not each.written and (each.spans or each.end or not each.in_store)
+            if each.spans or (not each.written and (each.end or not each.in_store))
         ]
         ended = [(each, each.end) for each in changed if each.end is not None and not (each.in_store or each.lost)]
         with suppress(*REJECTED):  # then each is written by itself
             await store.add_records([each.whole(end) for each, end in ended])
             for each, _ in ended:
                 each.note_written()
-        left = (each for each in changed if not each.written)
+        left = (each for each in changed if each.spans or not each.written)
         for result in await asyncio.gather(*(_write(store, each) for each in left), return_exceptions=True):
             if result is not None:
                 raise result

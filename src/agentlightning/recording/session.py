@@ -17,8 +17,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, ParamSpec, Self, TypeVar, cast, get_args, overload
 
 from agentlightning.attempt_address import attempt_key, attempt_secret
@@ -148,10 +147,8 @@ class Session(Block):
         signature = inspect.signature(function)
 
         def session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
-            each = copy(self)
-            each._task = bound_arguments(signature, args, kwargs) if self._task is None else self._task
-            each._name = self._name or function.__qualname__
-            return each
+            task = bound_arguments(signature, args, kwargs) if self._task is None else self._task
+            return replace(self, _task=task, _name=self._name or function.__qualname__)
 
         return self._run_within(function, session)
 
@@ -254,15 +251,9 @@ class CriticalPath(Block):
     ...     agl.emit_message("recorded")
     """
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
     def __enter__(self) -> Self:
-        if current_scope() is None:
-            self._stack.enter_context(track_session())
-        scope = current_scope()
-        if scope is not None:
-            scope.only_marked = True
+        self._stack = ExitStack()
+        self._stack.enter_context(track_session(only_marked=True))  # of its own, or part of the one around it
         self._stack.enter_context(mark_critical())
         return self
 

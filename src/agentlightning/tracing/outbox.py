@@ -163,8 +163,6 @@ class Outbox(Retry, ABC, Generic[T]):
         self._size = self._done = 0
         self._waiters = deque[tuple[int, Future[None]]]()
         """Each is done once so many items are."""
-        self._calls = 0
-        """Of `flush`, `written` and `close`."""
         self.is_closed = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -173,8 +171,9 @@ class Outbox(Retry, ABC, Generic[T]):
     # -- what a subclass says ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def send(self, batch: list[T]) -> None:
-        """Send items. May be called again with the same ones."""
+    async def send(self, batch: list[T]) -> int | None:
+        """Send items; how many of them the destination has answered that it did not take. May be called again with the
+        same ones."""
 
     def take(self, batch: list[T]) -> None:
         """Called once for each batch, before it is sent."""
@@ -202,11 +201,6 @@ class Outbox(Retry, ABC, Generic[T]):
     def leave(self, items: Sequence[T], timeout: float) -> None:
         """Drop what was not sent when the outbox was closed."""
         self.drop(items, f"not sent within {timeout:g} s of closing")
-
-    def refuse(self, count: int, why: str) -> None:
-        """Count items that `send` has sent and that were not taken, and say it."""
-        self.counts.refused += count
-        self.warn(f"{count} spans for {self.name} were rejected: {why}")
 
     def warn(self, message: str) -> None:
         """Log a loss; once, until something is sent."""
@@ -265,7 +259,6 @@ class Outbox(Retry, ABC, Generic[T]):
         with self._lock:
             if self._waiting:
                 self._waiters.append((self._done + len(self._waiting), done))
-                self._calls += 1
                 self._call(self._changed.set)
             else:
                 done.set_result(None)
@@ -276,7 +269,6 @@ class Outbox(Retry, ABC, Generic[T]):
         Idempotent."""
         with self._lock:
             self.is_closed = True
-            self._calls += 1
             self._call(self._changed.set)
             thread = self._thread
         if thread is not None and not self.is_current_thread:
@@ -340,23 +332,24 @@ class Outbox(Retry, ABC, Generic[T]):
                     await self._changed.wait()
 
     async def _deliver(self, batch: list[T], repaired: bool = False) -> None:
-        refused = self.counts.refused
         try:
-            await self(self.send, batch)
+            refused = await self(self.send, batch) or 0
         except self.rejections as error:
             return await self._deliver_parts(batch, error, repaired)
         except Exception as error:  # noqa: BLE001  the boundary: other batches are not to blame
             self.give_up(batch, error)
         else:
-            refused = self.counts.refused - refused
             self._warned = self._warned and refused > 0
+            self.counts.refused += refused
             self.counts.sent += len(batch) - refused
         self._settle(len(batch))
 
     async def sleep(self, seconds: float) -> None:
         """A pause, which ends when somebody waits for what is in the queue."""
-        calls = self._calls
-        await self._until(lambda: self._calls > calls, seconds)
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     async def _deliver_parts(self, batch: list[T], error: Exception, repaired: bool) -> None:
         """Send what is not rejected of a batch."""

@@ -17,6 +17,7 @@ The first matching row wins. A parameter without a match keeps its default; with
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
 import os
@@ -73,6 +74,8 @@ class Invocation:
     """Variables of the attempt, which override those of the process."""
     task: Any = None
     cancelled: bool = False
+    awaited: asyncio.Task[Any] | None = None
+    """What is interrupted when it is cancelled."""
     program: Stoppable | None = None
     """What runs elsewhere for a blocking agent, and has to be stopped when the attempt is."""
     group: int = 0
@@ -118,18 +121,16 @@ def bind_resources(resources: NamedResources, server_url: str, environment: Mapp
 def _bind(resource: LLM | PromptTemplate, server_url: str, environment: Mapping[str, str]) -> LLM | PromptTemplate:
     if not isinstance(resource, LLM):
         return resource
-    fields = dict(resource)
-    del fields["resource_type"]
     # A policy in training is always served by our server, whatever host name its URL has.
     if resource.policy_version is not None or resource.root_url == server_url.rstrip("/"):
-        fields["endpoint"] = environment["OPENAI_BASE_URL"]
-        fields["api_key"] = resource.api_key or environment["OPENAI_API_KEY"]
+        endpoint, key = environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"]
     elif isinstance(resource, ProxyLLM):
-        fields["endpoint"] = resource.get_base_url(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
-        fields["api_key"] = resource.api_key or environment["AGL_KEY"]  # the URL of such a proxy holds no key
+        endpoint = resource.get_base_url(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
+        key = environment["AGL_KEY"]  # the URL of such a proxy holds none
     else:
         return resource
-    return AttemptLLM(**fields)
+    own: Json = {"resource_type": "llm", "endpoint": endpoint, "api_key": resource.api_key or key}
+    return AttemptLLM(**{**dict(resource), **own})
 
 
 SCALAR_TYPES: Final = ("str", "int", "float", "bool")

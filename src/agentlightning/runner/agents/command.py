@@ -22,12 +22,11 @@ from typing import Any, Final, cast
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation
+from agentlightning.runner.attempt_environ import MAX_VARIABLE_BYTES
 from agentlightning.util.json_values import dumps
 
 OUTPUT_BYTES = 1_000_000
 ERROR_BYTES = 64_000
-TASK_VARIABLE_BYTES = 100_000
-"""Linux limits one variable to 128 KiB."""
 PIPE_SECONDS = 0.2
 """How long the pipes of a program that has exited are read: a daemon in another group may keep them open."""
 
@@ -137,7 +136,7 @@ class _Program(asyncio.SubprocessProtocol):
 def task_variable(task: Any) -> dict[str, str]:
     """`AGL_TASK` with the task as JSON; empty if the task is too long for a variable."""
     text = dumps(task)
-    return {"AGL_TASK": text.decode()} if len(text) <= TASK_VARIABLE_BYTES else {}
+    return {"AGL_TASK": text.decode()} if len(text) <= MAX_VARIABLE_BYTES else {}
 
 
 def signal_group(group: int, number: signal.Signals) -> None:

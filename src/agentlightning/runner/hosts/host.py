@@ -74,7 +74,7 @@ from agentlightning.span import JUDGE, REWARD_MISSING, Span
 from agentlightning.tracing import client_headers
 from agentlightning.tracing.agent_spans import sanitize_span
 from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_reward
-from agentlightning.tracing.outbox import PostingSink
+from agentlightning.tracing.outbox import PostingSink, counters
 from agentlightning.tracing.rewards import check_reward, looks_like_reward
 from agentlightning.tracing.scope import inherited_scope, mark_owner, scope, serve_attempts
 from agentlightning.tracing.tracer import flush, install_globally, to_span
@@ -120,7 +120,11 @@ class _Sink:
         if self.judge:
             spans = [replace(span, attributes={**span.attributes, JUDGE: True}) for span in spans]
         if os.getpid() == self.host.process:
-            self.host.send(Spans(self.job.attempt_id, tuple(spans)))
+            if self.job.attempt_id in self.host.running:
+                self.host.send(Spans(self.job.attempt_id, tuple(spans)))
+            else:
+                late = f"Span {spans[0].name!r} has ended after its attempt and is dropped, as later ones are, too"
+                counters.note("late", f"{late}; wait in the agent for what it has started")
         else:
             self.remote = self.remote or PostingSink(self.job.server_url, self.job.environment.get("AGL_KEY", ""))
             self.remote.put(spans)
@@ -135,12 +139,10 @@ class Host:
 
     def __init__(self, sock: socket.socket, setup: Setup, alone: bool) -> None:
         self._sock, self._setup, self._alone, self.process = sock, setup, alone, os.getpid()
-        self._running: dict[str, Invocation] = {}
+        self.running: dict[str, Invocation] = {}
         self._sending = threading.Lock()
         self._loop = asyncio.new_event_loop()
         """One for agents and rewards: a client that is made once belongs to it."""
-        self._tasks: dict[str, asyncio.Task[Any]] = {}
-        """The attempts; alone, what the one attempt awaits."""
         self._threads = ThreadPoolExecutor(setup.load.slots, thread_name_prefix="agent")
         self._work = SimpleQueue[Coroutine[Any, Any, None]]()
         """Alone: what the main thread runs."""
@@ -175,7 +177,7 @@ class Host:
             while data := self._sock.recv(1 << 18):
                 for message in frames.feed(data):
                     self._handle(message)
-        for invocation in list(self._running.values()):
+        for invocation in list(self.running.values()):
             invocation.cancelled = True
             if invocation.group:
                 signal_group(invocation.group, signal.SIGKILL)
@@ -193,29 +195,29 @@ class Host:
                 task = {key: value for key, value in items if key not in hidden}
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
             invocation.on_program = partial(self._on_program, message.attempt_id)
-            self._running[message.attempt_id] = invocation
+            self.running[message.attempt_id] = invocation
             work = self._attempt(message, invocation)
             if self._alone:
                 self._work.put(work)
             else:
-                self._loop.call_soon_threadsafe(self._start, message.attempt_id, work)
-        elif (invocation := self._running.get(message.attempt_id)) is not None:
+                self._loop.call_soon_threadsafe(self._start, invocation, work)
+        elif (invocation := self.running.get(message.attempt_id)) is not None:
             invocation.cancelled = True
-            self._loop.call_soon_threadsafe(self._cancel, message.attempt_id)
+            self._loop.call_soon_threadsafe(self._cancel, message.attempt_id, invocation)
             if invocation.program is not None:
                 invocation.program.terminate()
 
-    def _start(self, attempt_id: str, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks[attempt_id] = self._loop.create_task(work)
+    def _start(self, invocation: Invocation, work: Coroutine[Any, Any, None]) -> None:
+        invocation.awaited = self._loop.create_task(work)
 
-    def _cancel(self, attempt_id: str) -> None:
+    def _cancel(self, attempt_id: str, invocation: Invocation) -> None:
         """Acknowledge that an attempt is to be stopped, and interrupt what it awaits."""
         self.send(Stopping(attempt_id))  # the loop is alive
-        if attempt_id in self._tasks:
-            self._loop.call_soon(self._tasks[attempt_id].cancel)  # after its first step: else it could not end
+        if invocation.awaited is not None:
+            self._loop.call_soon(invocation.awaited.cancel)  # after its first step: else it could not end
 
     def _on_program(self, attempt_id: str, group: int) -> None:
-        self._running[attempt_id].group = group
+        self.running[attempt_id].group = group
         self.send(Program(attempt_id, group))
 
     # -- one attempt -------------------------------------------------------------------------------------------------
@@ -237,8 +239,7 @@ class Host:
                     emit_exception(error)
             with suppress(Exception, asyncio.CancelledError):  # of the agent's own exporters; the attempt ends anyway
                 await self._call(flush)
-        del self._running[job.attempt_id]
-        self._tasks.pop(job.attempt_id, None)
+        del self.running[job.attempt_id]
         self.send(Done(job.attempt_id, failure, output, invocation.needs_process))
 
     async def _result(self, job: Job, invocation: Invocation, sink: _Sink) -> Any:
@@ -274,9 +275,9 @@ class Host:
         if self._alone:
             value, error = _result_or_error(function, *args)
             if error is None and inspect.isawaitable(value):
-                (attempt_id,) = self._running
-                task = self._tasks[attempt_id] = self._loop.create_task(_result_of(value))
-                return self._loop.run_until_complete(task)
+                (invocation,) = self.running.values()
+                invocation.awaited = self._loop.create_task(_result_of(value))
+                return self._loop.run_until_complete(invocation.awaited)
         elif inspect.iscoroutinefunction(function):
             return await function(*args)
         else:
@@ -290,25 +291,23 @@ class Host:
 
     # -- what attempts share -----------------------------------------------------------------------------------------
 
-    def _separate(self, what: str) -> None:
-        """All attempts that run here need processes of their own."""
-        for invocation in list(self._running.values()) if os.getpid() == self.process else ():
-            invocation.needs_process = what
+    def _separate(self, what: str, attempt_id: str | None = None) -> None:
+        """This attempt, or all that run here, need processes of their own."""
+        for each, invocation in list(self.running.items()) if os.getpid() == self.process else ():
+            if attempt_id in (None, each):
+                invocation.needs_process = what
 
     def _refuse_change(self, what: str) -> None:
         """Called before the state of this process changes. Raises where that is seen by other attempts."""
-        if os.getpid() != self.process:
-            return
-        inside = inherited_scope()
-        for invocation in list(self._running.values()):
-            if inside is None or invocation.rollout.attempt.attempt_id == inside.attempt_id:
-                invocation.needs_process = what
-        raise OwnProcessNeededError(f"{what} changes the process that this attempt shares with others")
+        if os.getpid() == self.process:
+            inside = inherited_scope()
+            self._separate(what, inside and inside.attempt_id)
+            raise OwnProcessNeededError(f"{what} changes the process that this attempt shares with others")
 
     def _refuse_bare_use(self, what: str) -> None:
         """Called where code without variables of an attempt reads one of the process, or starts a program with them."""
         own = inherited_scope() is not None or threading.current_thread().name.startswith("agl-")
-        if own or not self._running or not (BARE.match(what) or what in self._setup.load.fields):
+        if own or not self.running or not (BARE.match(what) or what in self._setup.load.fields):
             return
         self._separate(f"a thread without a context uses {what}")
         raise OwnProcessNeededError(f"{what} is used in a thread that has not the variables of any attempt")

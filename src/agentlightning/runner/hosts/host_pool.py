@@ -110,9 +110,7 @@ class AttemptProcess(asyncio.Protocol):
     """The runner's side of one process. `kill` kills it and its process group; `on_change` is called when it may take
     more or fewer attempts."""
 
-    def __init__(
-        self, slots: int, *, alone: bool, grace: float, kill: Callable[[], None], on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, load: Load, alone: bool, kill: Callable[[], None], on_change: Callable[[], None]) -> None:
         self.alone = alone
         """It runs one attempt, on its main thread."""
         self.attempts: dict[str, RunningAttempt] = {}
@@ -123,7 +121,8 @@ class AttemptProcess(asyncio.Protocol):
         """It is given no further attempt."""
         self.ending = False
         """It is closed, or killed for what one of its attempts did to others: no crash."""
-        self._slots, self._grace, self._kill, self._on_change = slots, grace, kill, on_change
+        self._slots, self._grace = 1 if alone else load.slots, load.grace
+        self._kill, self._on_change = kill, on_change
         self._killed: str | None = None
         """Why it was killed while attempts ran in it, for their error message."""
         self._exited: Exited | None = None
@@ -137,11 +136,6 @@ class AttemptProcess(asyncio.Protocol):
         return sum(each.stopped for each in self.attempts.values())
 
     @property
-    def capacity(self) -> int:
-        """How many attempts that are waited for it can have."""
-        return max(0, self._slots - self.stopped) if self.usable else 0
-
-    @property
     def free(self) -> int:
         return self._slots - len(self.attempts) if self.usable else 0
 
@@ -152,13 +146,12 @@ class AttemptProcess(asyncio.Protocol):
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
-    async def call(self, job: Job, on_spans: OnSpans) -> Done:
-        """Run one attempt until it ends. Cancelling stops it. Raises TimeoutError after its time, MessageError for a
-        task that cannot be encoded, AgentCrashedError or LostAttemptError when the process exits."""
-        data = encode(job)
+    async def call(self, job: Job, encoded: bytes, on_spans: OnSpans) -> Done:
+        """Run one attempt until it ends. Cancelling stops it. Raises TimeoutError after its time, AgentCrashedError or
+        LostAttemptError when the process exits."""
         loop = asyncio.get_running_loop()
         attempt = self.attempts[job.attempt_id] = RunningAttempt(job, loop.create_future(), on_spans)
-        self._send(data)
+        self._send(encoded)
         try:
             async with asyncio.timeout(job.rollout.config.timeout_seconds):
                 return await attempt.done
@@ -395,18 +388,16 @@ class HostPool:
 
     @property
     def capacity(self) -> int:
-        """Number of attempts that can run at once at the moment."""
-        processes = self._processes.values()
-        if self.fresh:
-            return self._concurrency - sum(process.stopped for process in processes)
-        return min(self._concurrency, sum(process.capacity for process in processes if not process.alone))
+        """Number of attempts that can run at once, beside those that nobody waits for any more."""
+        return self._concurrency - sum(process.stopped for process in self._processes.values())
 
     async def run(self, job: Job, on_spans: OnSpans, alone: bool) -> Done:
-        """Run one attempt until it ends, in a new process if `alone`. Raises TimeoutError after its time,
-        AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
-        process of its own. Cancelling stops the attempt."""
+        """Run one attempt until it ends, in a new process if `alone`. Raises MessageError for a task that cannot be
+        encoded, TimeoutError after its time, AgentCrashedError when its process exits, and LostAttemptError where that
+        may be another's fault, or it needs a process of its own. Cancelling stops the attempt."""
+        encoded = encode(job)  # before there is a process for it
         process = self._fork(alone=True) if alone or self.fresh else await self._wait_for(self._least_busy)
-        done = await process.call(job, on_spans)
+        done = await process.call(job, encoded, on_spans)
         if not done.needs_process:
             return done
         self._separate(done.needs_process)
@@ -446,13 +437,8 @@ class HostPool:
     def _fork(self, alone: bool) -> AttemptProcess:
         self._check()
         number, loop = next(self._numbers), asyncio.get_running_loop()
-        process = self._processes[number] = AttemptProcess(
-            1 if alone else self._load.slots,
-            alone=alone,
-            grace=self._load.grace,
-            kill=partial(self._request, Kill(number)),
-            on_change=self._notify_change,
-        )
+        kill = partial(self._request, Kill(number))
+        process = self._processes[number] = AttemptProcess(self._load, alone, kill, self._notify_change)
         ours, theirs = socket.socketpair()
         with theirs:
             self._request(Fork(number, alone), theirs)

@@ -32,6 +32,12 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base class of all messages."""
 
 
+class AttemptMessage(Message, frozen=True):
+    """Base class of those about one attempt."""
+
+    attempt_id: str
+
+
 # -- runner to fork server -------------------------------------------------------------------------------------------
 
 
@@ -98,10 +104,8 @@ class Job(Message, frozen=True):
         return self.rollout.attempt.attempt_id
 
 
-class Cancel(Message, frozen=True):
+class Cancel(AttemptMessage, frozen=True):
     """Stop one attempt. Its result is ignored; its end is awaited."""
-
-    attempt_id: str
 
 
 # -- host to runner --------------------------------------------------------------------------------------------------
@@ -113,31 +117,26 @@ class Ready(Message, frozen=True):
     error: str = ""
 
 
-class Program(Message, frozen=True):
+class Program(AttemptMessage, frozen=True):
     """An attempt has started a program, or it has ended."""
 
-    attempt_id: str
     group: int
     """Its process group; 0 once it has ended."""
 
 
-class Spans(Message, frozen=True):
+class Spans(AttemptMessage, frozen=True):
     """Spans that an attempt has emitted."""
 
-    attempt_id: str
     spans: tuple[Span, ...]
 
 
-class Stopping(Message, frozen=True):
+class Stopping(AttemptMessage, frozen=True):
     """The host acknowledges a `Cancel`: its event loop is alive."""
 
-    attempt_id: str
 
-
-class Done(Message, frozen=True):
+class Done(AttemptMessage, frozen=True):
     """An attempt has ended; all of its spans were sent before."""
 
-    attempt_id: str
     failure: Failure | None = None
     output: Any = None
     """The agent's return value as shortened JSON; None if it was the reward."""
