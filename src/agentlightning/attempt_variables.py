@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote, urlsplit
 
@@ -92,13 +92,12 @@ def attempt_environment(
         "AGL_ATTEMPT_ID": attempt_id,
     }
     known = os.environ if inherited is None else inherited
-    own |= _tracing_environment(server_url, key, rollout_id, attempt_id, known)
-    servers = [server_url]
-    if redirect:
-        models = key_url(model_url or server_url, key)
-        own |= {"AGL_OPENAI_BASE_URL": models} | sdk_environment(models)
-        servers.append(models)
-    return own | _no_proxy_for(servers, known)
+    own |= _tracing_environment(server_url, key, rollout_id, attempt_id, known) | _no_proxy_for(server_url, known)
+    if not redirect:
+        return own
+    models = key_url(model_url or server_url, key)
+    own |= _no_proxy_for(models, {**known, **own})
+    return own | {"AGL_OPENAI_BASE_URL": models} | sdk_environment(models)
 
 
 def agent_process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -131,16 +130,15 @@ _OPT_OUTS: Final = {
 }
 
 
-def _no_proxy_for(servers: Sequence[str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """If the environment sets a proxy: variables that exclude the servers, which are local or in the cluster."""
-    if not any(inherited.get(name) for name in _PROXIES):
+def _no_proxy_for(server_url: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """If the environment sets a proxy: variables that exclude the server, which is local or in the cluster."""
+    host = urlsplit(server_url).hostname
+    if not host or not any(inherited.get(name) for name in _PROXIES):
         return {}
     excluded = inherited.get("NO_PROXY") or inherited.get("no_proxy") or ""
-    hosts = dict.fromkeys(name.strip() for name in excluded.split(",") if name.strip())
-    if "*" not in hosts:
-        hosts |= dict.fromkeys(host for url in servers if (host := urlsplit(url).hostname))
-    listed = ",".join(hosts)
-    return {"NO_PROXY": listed, "no_proxy": listed} if listed else {}
+    hosts = [name.strip() for name in excluded.split(",") if name.strip()]
+    listed = ",".join(hosts if host in hosts or "*" in hosts else [*hosts, host])
+    return {"NO_PROXY": listed, "no_proxy": listed}
 
 
 _PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy")
