@@ -17,9 +17,8 @@ from typing import Any
 from agentlightning import span as names
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.rollouts import Rollout, RolloutMode, RolloutStatus
-from agentlightning.runner.agents.agent import load_object
+from agentlightning.runner.agents.agent import function_spec, load_object
 from agentlightning.runner.agents.arguments import RewardFunction
-from agentlightning.runner.agents.spec import function_spec
 from agentlightning.span import Span, counts
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
@@ -106,7 +105,7 @@ async def rescore_async(
     if concurrency < 1:
         raise ConfigError(f"concurrency={concurrency} runs nothing; use at least 1")
     function = RewardFunction.of(load_object(function_spec(reward), "reward") if isinstance(reward, str) else reward)
-    name = reward if isinstance(reward, str) else function.signature.name
+    name = reward if isinstance(reward, str) else function.name
     found, limit, after = Rescoring(dry_run=dry_run), asyncio.Semaphore(concurrency), None
     scored = list[tuple[Reward | None, Reward]]()
 

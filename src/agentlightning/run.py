@@ -39,8 +39,7 @@ from agentlightning.policy.learner import Learner
 from agentlightning.policy.open import follow_trainer, open_models, require_training
 from agentlightning.resources import NamedResources
 from agentlightning.runner import Runner
-from agentlightning.runner.agents.agent import load_object
-from agentlightning.runner.agents.spec import function_spec
+from agentlightning.runner.agents.agent import function_spec, load_object
 from agentlightning.server.app import Server, is_loopback
 from agentlightning.server.serve import serve
 from agentlightning.store import LightningStore

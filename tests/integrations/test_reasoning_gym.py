@@ -13,7 +13,7 @@ from agentlightning.config import TrainConfig
 from agentlightning.errors import AgentError, ConfigError, DatasetError, MissingExtraError, RewardError
 from agentlightning.integrations import reasoning_gym as gym
 from agentlightning.integrations.base import Address, chat
-from agentlightning.runner.agents.spec import function_spec
+from agentlightning.runner.agents.agent import function_spec
 from agentlightning.task import load_dataset
 from agentlightning.training.persistence.run_dir import load_tasks
 from agentlightning.util.settings import load_settings

@@ -19,6 +19,7 @@ from agentlightning.store.instrumented import instrument
 from agentlightning.store.types import RolloutRecord
 from agentlightning.tracing.otlp.exporter import OtlpExporter
 from agentlightning.tracing.scope import scope
+from agentlightning.tracing.tracer import tracer
 
 Read = Callable[..., list[RolloutRecord]]
 
@@ -68,6 +69,18 @@ def test_an_open_session_is_running_in_the_store(recorded: Read) -> None:
         agl.emit_message("second")
     (record,) = recorded()
     assert (record.rollout.status, messages(record)) == ("succeeded", ["first", "second"])
+
+
+def test_a_span_that_ends_after_its_session_was_written_is_stored_too(recorded: Read) -> None:
+    with agl.track_session("a") as session:
+        agl.emit_message("within")
+        late = tracer().start_span("late")
+    assert recorded()[0].rollout.status == "succeeded"
+    late.end()
+    (record,) = recorded()
+    assert (record.rollout.rollout_id, record.rollout.status) == (session.rollout_id, "succeeded")
+    assert [span.name for span in record.spans] == ["agentlightning.message", "late"]
+    assert (agl.recording_status().spans_written, agl.recording_status().sessions_written) == (2, 1)
 
 
 def test_tasks_of_asyncio_each_have_the_session_they_opened(recorded: Read) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from tests.support import agents
 
+from agentlightning.runner.hosts import messages
+
 pytestmark = pytest.mark.integration
 
 STATE: list[Any] = []
@@ -43,6 +45,16 @@ async def test_what_an_attempt_emits_arrives_before_its_process_is_gone(start: A
     await start(agents.emits_rewards, concurrency=4, fresh_process=True)
     for rollout in await roll(*({"rewards": list(range(20))} for _ in range(8))):
         assert len(await store.query_spans(rollout.rollout_id)) == 40
+
+
+async def test_a_task_that_cannot_be_sent_leaves_no_process(
+    start: Any, roll: Any, attempt_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = await start(says_who_it_is, fresh_process=True)
+    monkeypatch.setattr(messages, "MAX_BYTES", 10_000)
+    [ended] = await roll("x" * 20_000)
+    assert "at most 10000 can be sent" in (await attempt_of(ended)).metadata["error"]["message"]
+    assert not runner.pool._processes
 
 
 @pytest.mark.slow

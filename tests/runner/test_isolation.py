@@ -54,7 +54,7 @@ def attack(task):
 def forge(task):
     sink = current_scope().sink
     span = Span(task["rollout_id"], task["attempt_id"], "forged", 1.0, 2.0, attributes={"agentlightning.cost": -1e6})
-    sink.host.send(Spans(sink.job.job_id, (span,)))
+    sink.host.send(Spans(sink.job.attempt_id, (span,)))
     return 1.0
 """
 

@@ -46,8 +46,8 @@ class Inside:
 
     async def close(self) -> None: ...
 
-    async def run(self, claimed: Any, *rest: Any) -> Done:
-        return Done(0, None, await self.agent(claimed.input))
+    async def run(self, job: Any, *rest: Any) -> Done:
+        return Done(job.attempt_id, None, await self.agent(job.rollout.input))
 
 
 @pytest.fixture(autouse=True)

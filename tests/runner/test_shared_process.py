@@ -13,6 +13,7 @@ import psutil
 import pytest
 from opentelemetry.sdk.trace import SpanProcessor
 
+from agentlightning.span import REWARD
 from agentlightning.tracing.tracer import tracer_provider
 
 pytestmark = pytest.mark.integration
@@ -217,6 +218,29 @@ async def test_an_attempt_alone_in_its_process_can_be_cancelled_in_its_own_loop(
     async with asyncio.timeout(10):
         while not os.path.exists(file):  # noqa: ASYNC110, ASYNC240
             await asyncio.sleep(0.02)
+
+
+async def ends_a_span_later(task: Any) -> float:
+    span = tracer_provider().get_tracer("a library").start_span("late")
+
+    async def end() -> None:
+        await asyncio.sleep(0.3)
+        span.end()
+
+    KEPT.append(asyncio.create_task(end()))
+    return 1.0
+
+
+async def test_a_span_that_ends_after_its_attempt_is_said_to_be_dropped(
+    start: Any, roll: Any, store: Any, tmp_path: Path
+) -> None:
+    log = tmp_path / "agent.log"
+    await start(ends_a_span_later, log=log)
+    [ended] = await roll({})
+    async with asyncio.timeout(20):
+        while "'late' has ended after its attempt" not in log.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert [span.name for span in await store.query_spans(ended.rollout_id)] == [REWARD]
 
 
 # -- the end of the process ------------------------------------------------------------------------------------------

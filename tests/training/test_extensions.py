@@ -17,7 +17,7 @@ from agentlightning.config import TrainConfig
 from agentlightning.engine.servers.config import ENGINES
 from agentlightning.errors import AgentError, ConfigError, ExtensionError, ResumeError
 from agentlightning.policy.config import BACKENDS
-from agentlightning.runner.agents.spec import function_spec
+from agentlightning.runner.agents.agent import function_spec
 from agentlightning.task import load_dataset
 from agentlightning.training.persistence.run_dir import RunState, check_extensions, extensions_of
 from agentlightning.training.tracking import check_installed, load_tracker

@@ -47,7 +47,7 @@ def test_what_is_no_json_is_refused_as_before(text: bytes) -> None:
 
 def test_a_job_reaches_its_host_as_it_is() -> None:
     rollout = AttemptedRollout("ro-1", VALUE, 0.0, attempt=Attempt("ro-1", "at-1", 1, 0.0))
-    frame = encode(Job(1, rollout, {"llm": {"sampling_parameters": VALUE}}, "http://h", {}))
+    frame = encode(Job(rollout, {"llm": {"sampling_parameters": VALUE}}, "http://h", {}))
     (job,) = FrameDecoder[Job](Job).feed(frame)
     assert (job.rollout.input, job.resources) == (VALUE, {"llm": {"sampling_parameters": VALUE}})
 

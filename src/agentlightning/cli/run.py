@@ -160,9 +160,8 @@ def _task(text: str | None, file: Path | None) -> Any:
 
 
 def _reward(text: str) -> float | RewardFunction:
-    from agentlightning.runner.agents.agent import load_object
+    from agentlightning.runner.agents.agent import function_spec, load_object
     from agentlightning.runner.agents.arguments import RewardFunction
-    from agentlightning.runner.agents.spec import function_spec
     from agentlightning.tracing.rewards import check_reward
 
     try:

@@ -529,7 +529,7 @@ def _server_url(server: str | None) -> str:
 
 def _job_template(path: Path, agent: str | None, api: str | None, start_seconds: float) -> AgentLike:
     """The agent whose attempts are Jobs. Raises ConfigError."""
-    from agentlightning.runner.agents.spec import CommandLine, agent_spec
+    from agentlightning.runner.agents.agent import CommandLine, agent_spec
     from agentlightning.util.plugins import load_plugin
 
     command = None if agent is None else agent_spec(agent)

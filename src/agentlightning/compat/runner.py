@@ -22,10 +22,9 @@ from agentlightning.errors import AgentError, ConfigError
 from agentlightning.resources import NamedResources
 from agentlightning.rollouts import PRIVATE_QUEUE, AttemptedRollout, Rollout, RolloutConfig, RolloutMode
 from agentlightning.runner import Runner
-from agentlightning.runner.agents.agent import load_agent
+from agentlightning.runner.agents.agent import CommandLine, agent_spec, load_agent
 from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.litagent import LitAgent
-from agentlightning.runner.agents.spec import CommandLine, agent_spec
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.tracing.scope import SpanSink, current_scope, enter_scope, scope

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from agentlightning.attempt_address import attempt_secret
 from agentlightning.errors import MissingExtraError, ServerError
-from agentlightning.runner.agents.spec import AgentLike
+from agentlightning.runner.agents.agent import AgentLike
 from agentlightning.runner.runner import Runner
 from agentlightning.store.http.client import LightningStoreClient
 

@@ -18,8 +18,7 @@ import httpx
 
 from agentlightning.errors import ConfigError, MissingExtraError
 from agentlightning.integrations.base import Address, Message, chat, model_client
-from agentlightning.runner.agents.agent import load_object
-from agentlightning.runner.agents.spec import function_spec
+from agentlightning.runner.agents.agent import function_spec, load_object
 from agentlightning.tracing.emit import emit_reward, track_agent
 
 Move = Callable[[str], str]

@@ -47,13 +47,16 @@ class Instrumentation(AbstractContextManager["Instrumentation"]):
     ...     failed = instrumentation.failed
     """
 
-    switched_on: tuple[str, ...] = ()
-    """Names of the libraries that are recorded now."""
     failed: dict[str, str] = field(default_factory=dict[str, str])
     """Names of those that could not be switched on, and why."""
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     """Names of those that were left as they are, and why."""
     _switch_off: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]], repr=False)
+
+    @property
+    def switched_on(self) -> tuple[str, ...]:
+        """Names of the libraries that are recorded now."""
+        return tuple(self._switch_off)
 
     def stop(self) -> None:
         """Switch off what was switched on; idempotent. What fails is logged and counts as failed."""
@@ -64,7 +67,6 @@ class Instrumentation(AbstractContextManager["Instrumentation"]):
             except Exception as error:  # noqa: BLE001  code of other libraries
                 self.failed[name] = f"it cannot be switched off: {type(error).__name__}: {error}"
                 logger.warning("the instrumentation of %s cannot be switched off: %s", name, error)
-        self.switched_on = ()
 
     def __exit__(self, *error: object) -> None:
         self.stop()
@@ -91,7 +93,6 @@ class Instrumentation(AbstractContextManager["Instrumentation"]):
                 problems.append(f"{package}: {type(error).__name__}: {error}")
                 continue
             self._switch_off[name] = instrumentor.uninstrument
-            self.switched_on = (*self.switched_on, name)
         if problems:
             where = self.skipped if name in self._switch_off else self.failed
             where[name] = "; ".join(problems)

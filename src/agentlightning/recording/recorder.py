@@ -25,15 +25,18 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from agentlightning.errors import ConfigError, ConflictError, Failure, NotFoundError, StoreClosedError
-from agentlightning.rollouts import Attempt, Rollout, RolloutConfig
+from agentlightning.rollouts import Attempt, Rollout, RolloutConfig, RolloutMode
 from agentlightning.span import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, Span
 from agentlightning.store.base import LightningStore, pending_writers, store_url
+from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.store.types import Retention, RolloutRecord
 from agentlightning.tracing.agent_spans import sanitize_span, sanitize_value
 from agentlightning.tracing.emit import exception_attributes
+from agentlightning.tracing.messages import plain
 from agentlightning.tracing.outbox import Outbox, RecordingStatus, counters
 from agentlightning.tracing.scope import Speaker, end_implicit_scopes, implicit_sessions
 from agentlightning.util.json_values import Json
+from agentlightning.util.random_ids import random_bits
 
 LINGER_SECONDS: Final = 0.02
 """How long the thread waits for more before it writes."""
@@ -84,10 +87,6 @@ class RecordingSettings:
 
 
 _settings = RecordingSettings()
-
-
-def current_settings() -> RecordingSettings:
-    return _settings
 
 
 def check_store(store: object) -> None:
@@ -171,15 +170,13 @@ def _redact_span(redact: Redact, span: Span) -> Span | None:
     if span.status_message is not None:
         given[STATUS_MESSAGE] = span.status_message
     attributes = _redacted(redact, given, f"a span {span.name!r}")
-    if attributes is None:
+    of_events = [_redacted(redact, dict(each.attributes), f"an event of a span {span.name!r}") for each in span.events]
+    if attributes is None or None in of_events:
         return None
     message = attributes.pop(STATUS_MESSAGE, None)
-    message = None if message is None else str(message)
-    of_events = [_redacted(redact, dict(each.attributes), f"an event of a span {span.name!r}") for each in span.events]
     pairs = zip(span.events, of_events, strict=True)
-    events = tuple(replace(event, attributes=allowed) for event, allowed in pairs if allowed is not None)
-    whole = len(events) == len(of_events)
-    return replace(span, attributes=attributes, events=events, status_message=message) if whole else None
+    events = tuple(replace(event, attributes=allowed) for event, allowed in pairs)
+    return replace(span, attributes=attributes, events=events, status_message=None if message is None else str(message))
 
 
 def _redacted(redact: Redact, attributes: Json, what: str) -> Json | None:
@@ -214,7 +211,7 @@ class SessionRecord:
     in_store: bool = False
     """Its rollout is in the store."""
     written: bool = False
-    """All of it is in the store, with its end."""
+    """All of it is in the store, with its end; but for spans that have ended after it."""
     lost: bool = False
     """The store has rejected it: nothing more of it is written."""
     spans: list[Span] = field(default_factory=list[Span])
@@ -259,7 +256,7 @@ class SessionRecord:
         if isinstance(what, Attempt):
             self.end = what if redact is None or not what.metadata else redact_end(redact, what)
         elif what is not None:
-            self.spans.extend(what if redact is None else redact_spans(redact, what))
+            self.spans += what if redact is None else redact_spans(redact, what)
         elif redact is not None:
             self.rollout = redact_start(redact, self.rollout)
 
@@ -281,7 +278,7 @@ class SessionRecord:
                 for span in self.spans:
                     await _write_alone(store, span)
             self.spans = []
-        if end is not None:
+        if end is not None and not self.written:
             await store.update_attempt(*self.ids, status=end.status, metadata=end.metadata)
             self.note_written()
 
@@ -315,6 +312,32 @@ class SessionRecord:
         return RolloutRecord(rollout, (end,), spans)
 
 
+def begin_session(
+    task: Any, store: StorePlace | None, name: str | None, metadata: Mapping[str, Any] | None, mode: RolloutMode | None
+) -> SessionRecord:
+    """Begin a session as a rollout of its own. It has a recorder if it is recorded."""
+    settings, claim_id = _settings, new_id("cl")
+    own = {**plain(dict(metadata or {})), SESSION: name or ""}
+    if settings.sampling_rate < 1:
+        own[SAMPLING_RATE] = settings.sampling_rate
+    rollout = Rollout(
+        new_id("ro"), plain(task), time.time(), mode=mode, config=CONFIG, metadata=own, queue=SESSION_QUEUE
+    )
+    session = SessionRecord(rollout, claim_id, claimed_id(claim_id, 0), redact=settings.redact)
+    if settings.sampling_rate < 1 and random_bits(53) / 2**53 >= settings.sampling_rate:
+        counters.add("sessions_sampled_out")
+        return session
+    try:
+        recorder = recorder_of(settings.store if store is None else store)
+        counters.add("sessions")
+        if recorder.offer([(session, None)]):  # else there is no room for it
+            session.recorder = recorder
+    except Exception as error:  # noqa: BLE001  recording must not end the program that is recorded
+        counters.add("sessions_lost")
+        counters.warn("begin", f"a session cannot be recorded: {error}")
+    return session
+
+
 Record = tuple[SessionRecord, "Sequence[Span] | Attempt | None"]
 """A session that has begun (None), spans of it, or its end."""
 
@@ -323,14 +346,17 @@ Record = tuple[SessionRecord, "Sequence[Span] | Attempt | None"]
 
 
 class Recorder(Outbox[Record]):
-    """Writes sessions to the store at `place`, a path or URL, which is `store` where one is given."""
+    """Writes sessions to the store at `place`, a path or URL, or to `given`."""
 
-    def __init__(self, name: str, place: str | None, token: str | None, store: LightningStore | None = None) -> None:
-        self._place, self._token = place, token
-        self._given = store
+    def __init__(self, place: str | None, given: LightningStore | None) -> None:
+        self._given = given
         """The user's, who closes it. Held, so that no other store gets its identity."""
+        if given is not None:
+            place = getattr(given, "path", None) or getattr(given, "url", None)
+        self._place = None if place is None else str(place)
+        self._token = (os.environ.get("AGL_TOKEN") or None) if given is None else getattr(given, "token", None)
         super().__init__(
-            name,
+            repr(given) if given is not None else str(place),
             patience=float("inf"),
             batch=RECORDS_PER_CALL,
             linger=LINGER_SECONDS,
@@ -338,7 +364,7 @@ class Recorder(Outbox[Record]):
             max_size=MOST_BYTES,
             thread="agl-recorder",
         )
-        self._store = store
+        self._store = given
 
     def reset(self) -> None:
         super().reset()
@@ -352,13 +378,8 @@ class Recorder(Outbox[Record]):
     @property
     def server(self) -> tuple[str, str | None] | None:
         """(URL, access token) of the server whose store it is, if it is one's."""
-        return (self._place, self._token) if self._place is not None and _is_remote(self._place) else None
-
-    def begin(self, session: SessionRecord) -> None:
-        """Queue the start of a session, where there is room; else it is counted and not recorded."""
-        counters.add("sessions")
-        if self.offer([(session, None)]):
-            session.recorder = self
+        place = self._place
+        return (place, self._token) if place and place.startswith(("http://", "https://")) else None
 
     def size_of(self, item: Record) -> int:
         """Characters of text in the attributes: what spans of agents mostly consist of."""
@@ -407,14 +428,14 @@ class Recorder(Outbox[Record]):
         changed = [
             each
             for each in self._open_sessions.values()
-            if not each.written and (each.spans or each.end or not each.in_store)
+            if each.spans or (not each.written and (each.end or not each.in_store))
         ]
         ended = [(each, each.end) for each in changed if each.end is not None and not (each.in_store or each.lost)]
         with suppress(*REJECTED):  # then each is written by itself
             await store.add_records([each.whole(end) for each, end in ended])
             for each, _ in ended:
                 each.note_written()
-        left = (each for each in changed if not each.written)
+        left = (each for each in changed if each.spans or not each.written)
         for result in await asyncio.gather(*(_write(store, each) for each in left), return_exceptions=True):
             if result is not None:
                 raise result
@@ -450,7 +471,7 @@ class Recorder(Outbox[Record]):
             await self._prune()
 
     async def _prune(self) -> None:
-        retention = current_settings().retention
+        retention = _settings.retention
         if retention is None or time.monotonic() < self._next_prune or self.is_closed:
             return
         self._next_prune = time.monotonic() + PRUNE_SECONDS
@@ -465,7 +486,12 @@ class Recorder(Outbox[Record]):
                 raise ConfigError(
                     f"{self.name} cannot be opened in another process; give track_session a path or a URL instead"
                 )
-            self._store = _open(self._place, self._token)
+            if self.server is None:
+                self._store = LightningStore(self._place)
+            else:
+                from agentlightning.store.http.client import LightningStoreClient
+
+                self._store = LightningStoreClient(*self.server, patience=PATIENCE)
         return self._store
 
 
@@ -508,47 +534,22 @@ _installed = threading.Event()
 
 
 def recorder_of(store: StorePlace | None = None) -> Recorder:
-    """The recorder of a store: of the one given or named, else of `LightningStore()` in the current directory.
-    Raises ConfigError for anything else."""
-    check_store(store)
-    directory = _directory()
-    place = store if isinstance(store, LightningStore) else str(store_url(store))
-    key = id(place) if isinstance(place, LightningStore) else (place, directory)
+    """The recorder of a store: of the one given or named, else of `LightningStore()` in the current directory."""
+    given = store if isinstance(store, LightningStore) else None
+    place = _absolute(str(store_url(store))) if not isinstance(store, LightningStore) else None
+    key = id(given) if place is None else place
     found = _recorders.get(key)
     if found is None:
         with _lock:
             _install()
-            found = _recorders.get(key) or _new_recorder(place, directory)
+            found = _recorders.get(key) or Recorder(place, given)
             _recorders[key] = found
     return found
 
 
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was deleted
-        return ""
-
-
-def _new_recorder(place: LightningStore | str, directory: str) -> Recorder:
-    if isinstance(place, LightningStore):
-        named, token = getattr(place, "path", None) or getattr(place, "url", None), getattr(place, "token", None)
-        return Recorder(repr(place), None if named is None else str(named), token, place)
-    if "://" not in place and place != ":memory:":
-        place = str(Path(directory, Path(place).expanduser()))
-    return Recorder(place, place, os.environ.get("AGL_TOKEN") or None)
-
-
-def _is_remote(place: str) -> bool:
-    return place.startswith(("http://", "https://"))
-
-
-def _open(place: str, token: str | None) -> LightningStore:
-    if not _is_remote(place):
-        return LightningStore(place)
-    from agentlightning.store.http.client import LightningStoreClient
-
-    return LightningStoreClient(place, token, patience=PATIENCE)
+def _absolute(place: str) -> str:
+    """A store named so, wherever this process is."""
+    return place if "://" in place or place == ":memory:" else str(Path(place).expanduser().absolute())
 
 
 def flush_recording(timeout: float = 10.0) -> bool:

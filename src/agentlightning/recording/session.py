@@ -14,35 +14,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
-from copy import copy
-from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, Self, TypeVar, get_args, overload
+from dataclasses import dataclass, replace
+from typing import Any, Final, ParamSpec, Self, TypeVar, cast, get_args, overload
 
 from agentlightning.attempt_address import attempt_key, attempt_secret
 from agentlightning.errors import ConfigError, Failure
-from agentlightning.recording.recorder import (
-    CONFIG,
-    SAMPLING_RATE,
-    SESSION,
-    SESSION_QUEUE,
-    RecordingSettings,
-    SessionRecord,
-    StorePlace,
-    check_store,
-    current_settings,
-    end_implicit,
-    recorder_of,
-)
-from agentlightning.rollouts import Rollout, RolloutMode
+from agentlightning.recording.recorder import SessionRecord, StorePlace, begin_session, check_store, end_implicit
+from agentlightning.rollouts import RolloutMode
 from agentlightning.span import EXCEPTION
-from agentlightning.store.ids import claimed_id, new_id
 from agentlightning.tracing import client_headers
 from agentlightning.tracing.emit import Block, bound_arguments, emit_annotation, exception_attributes
-from agentlightning.tracing.messages import PLAIN, json_text, plain
+from agentlightning.tracing.messages import PLAIN, json_text
 from agentlightning.tracing.outbox import counters
 from agentlightning.tracing.scope import (
     Scope,
@@ -53,7 +38,6 @@ from agentlightning.tracing.scope import (
     mark_critical,
 )
 from agentlightning.tracing.tracer import record
-from agentlightning.util.random_ids import random_bits
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,8 +63,8 @@ class Session(Block):
     _only_marked: bool = False
     _scope: Scope | None = None
     """That of the rollout that it is, or is part of."""
-    _own: SessionRecord | None = None
     _entered: AbstractContextManager[Scope] | None = None
+    """Its own scope, while it is in it."""
 
     def __post_init__(self) -> None:
         check_store(self._store)
@@ -113,27 +97,23 @@ class Session(Block):
             raise ConfigError("a session is used once; call agl.track_session() for each block")
         self._scope = current_scope()
         if self._scope is None:
-            self._entered = enter_scope(self._begin_own())
+            self._entered = enter_scope(self._begin())
             self._entered.__enter__()
         else:
             self._scope.only_marked |= self._only_marked
             self._annotate()
         return self
 
-    def _begin_own(self) -> Scope:
+    def _begin(self) -> Scope:
         """Begin it as a rollout of its own, without entering its scope."""
-        settings = current_settings()
-        session = self._own = self._record(settings)
-        if settings.sampling_rate < 1 and random_bits(53) / 2**53 >= settings.sampling_rate:
-            counters.add("sessions_sampled_out")
-        else:
-            try:
-                recorder_of(settings.store if self._store is None else self._store).begin(session)
-            except Exception as error:  # noqa: BLE001  recording must not end the program that is recorded
-                counters.add("sessions_lost")
-                counters.warn("begin", f"a session cannot be recorded: {error}")
-        scope = self._scope = _scope_of(session)
+        session = begin_session(self._task, self._store, self._name, self._metadata, self._mode)
+        scope = self._scope = Scope(*session.ids, session)
         scope.only_marked = self._only_marked
+        if session.recorder is not None and session.recorder.server is not None:
+            client_headers.install()
+            address, token = session.recorder.server
+            scope.address, scope.is_known = address.rstrip("/"), session.is_known
+            scope.key = attempt_key(attempt_secret(token), *session.ids)
         return scope
 
     def _annotate(self) -> None:
@@ -145,34 +125,19 @@ class Session(Block):
                 {key: value if isinstance(value, PLAIN) else json_text(value) for key, value in given.items()}
             )
 
-    def _record(self, settings: RecordingSettings) -> SessionRecord:
-        claim_id = new_id("cl")
-        metadata = {} if self._metadata is None else plain(dict(self._metadata))
-        if settings.sampling_rate < 1:
-            metadata[SAMPLING_RATE] = settings.sampling_rate
-        rollout = Rollout(
-            new_id("ro"),
-            plain(self._task),
-            start_time=time.time(),
-            mode=self._mode,
-            config=CONFIG,
-            metadata={**metadata, SESSION: self._name or ""},
-            queue=SESSION_QUEUE,
-        )
-        return SessionRecord(rollout, claim_id, claimed_id(claim_id, 0), redact=settings.redact)
-
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
-        if self._own is None or self._entered is None:
+        if self._entered is None:
             return  # it is part of another rollout
         success = isinstance(error, SystemExit) and error.code in (None, 0)
         failure = None if error is None or success else Failure.of(error)
         if failure is not None and current_scope() is not None:
             record(EXCEPTION, exception_attributes(failure), error=f"{failure.type}: {failure.message}")
         entered, self._entered = self._entered, None
-        self._begun().end()
+        scope = self._begun()
+        scope.end()
         with suppress(ValueError):  # the block is left in another context than it was entered in
             entered.__exit__(None, None, None)
-        self._own.finish(failure)
+        cast(SessionRecord, scope.sink).finish(failure)
 
     # -- as a decorator ----------------------------------------------------------------------------------------------
 
@@ -182,10 +147,8 @@ class Session(Block):
         signature = inspect.signature(function)
 
         def session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session:
-            each = copy(self)
-            each._task = bound_arguments(signature, args, kwargs) if self._task is None else self._task
-            each._name = self._name or function.__qualname__
-            return each
+            task = bound_arguments(signature, args, kwargs) if self._task is None else self._task
+            return replace(self, _task=task, _name=self._name or function.__qualname__)
 
         return self._run_within(function, session)
 
@@ -241,7 +204,7 @@ def begin_implicit() -> Scope:
         " around each piece of work to make rollouts of your own",
     )
     speaker = current_speaker()
-    inside = implicit_sessions[speaker] = Session(_name=IMPLICIT)._begin_own()  # pyright: ignore[reportPrivateUsage]
+    inside = implicit_sessions[speaker] = Session(_name=IMPLICIT)._begin()  # pyright: ignore[reportPrivateUsage]
     if isinstance(speaker, asyncio.Task):
         speaker.add_done_callback(end_implicit)
     return inside
@@ -263,16 +226,6 @@ def carry_session(function: Callable[P, R]) -> Callable[P, R]:
         return context.run(copy_context).run(function, *args, **kwargs)
 
     return carried
-
-
-def _scope_of(session: SessionRecord) -> Scope:
-    ids = session.ids
-    if session.recorder is None or session.recorder.server is None:
-        return Scope(*ids, session)
-    client_headers.install()
-    address, token = session.recorder.server
-    key = attempt_key(attempt_secret(token), *ids)
-    return Scope(*ids, session, address=address.rstrip("/"), key=key, is_known=session.is_known)
 
 
 def _refuse_generators(function: Callable[..., Any], door: str) -> None:
@@ -298,15 +251,9 @@ class CriticalPath(Block):
     ...     agl.emit_message("recorded")
     """
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
     def __enter__(self) -> Self:
-        if current_scope() is None:
-            self._stack.enter_context(track_session())
-        scope = current_scope()
-        if scope is not None:
-            scope.only_marked = True
+        self._stack = ExitStack()
+        self._stack.enter_context(track_session(only_marked=True))  # of its own, or part of the one around it
         self._stack.enter_context(mark_critical())
         return self
 

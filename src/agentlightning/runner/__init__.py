@@ -4,9 +4,8 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "runner.agents.agent": "load_agent",
+    "runner.agents.agent": "AgentLike JobTemplate load_agent",
     "runner.agents.litagent": "LitAgent llm_rollout prompt_rollout rollout",
-    "runner.agents.spec": "AgentLike JobTemplate",
     "runner.runner": "Runner RunnerStatistics",
 }
 """Module -> the names here that it defines. `__init__.pyi` has them with their signatures."""

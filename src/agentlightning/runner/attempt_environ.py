@@ -1,7 +1,7 @@
 """Environment variables per attempt in a process that runs many attempts, and what such a process cannot keep apart.
 
 `install()` makes the existing `os.environ` object, and so every reference to it, read through a context variable:
-inside `overlay(variables)` those variables lie over the process's own, and what is set or deleted there stays there.
+inside `overlay(variables)` there is a copy of it with those variables, and what is set or deleted there stays there.
 `subprocess` inherits them, and with `carry_context()` so do the threads of a ThreadPoolExecutor.
 
 Not covered, because they bypass Python: `os.system`, `os.posix_spawn` and C code that calls `getenv`.
@@ -30,14 +30,14 @@ from agentlightning.errors import AgentError, ConfigError
 from agentlightning.tracing.scope import calls_of_pools
 from agentlightning.util.json_values import as_text
 
-_current: ContextVar[dict[str, str | None] | None] = ContextVar("agentlightning_environment", default=None)
-"""The overlay of the current attempt; a value of None marks a deleted variable."""
+_current: ContextVar[dict[str, str] | None] = ContextVar("agentlightning_environment", default=None)
+"""The environment of the current attempt: the process's own as it was when the attempt began, and what has changed."""
 
 
 @contextmanager
 def overlay(variables: Mapping[str, str]) -> Generator[None]:
     """Within the block, `variables` override those of the process in this context's `os.environ`."""
-    token = _current.set(dict(variables))
+    token = _current.set({**os.environ, **variables})
     try:
         yield
     finally:
@@ -138,18 +138,14 @@ class ProcessState:
     on_bare_use: Callable[[str], None] | None = None
     """Told of each variable that is read outside of any attempt's, and of programs that are started there."""
 
-    def install(self) -> None:
-        """Before the agent is imported, so that it finds these functions by every name."""
-        for owner, name in PROCESS_STATE:
-            self._watch(owner, name, f"{owner.__name__}.{name}".removesuffix(".__enter__"))
-
-    def _watch(self, owner: Any, name: str, shown: str) -> None:
+    def watch(self, owner: Any, name: str) -> None:
+        """Before the agent is imported, so that it finds the function by every name."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self.on_change is not None:
-                self.on_change(shown)
+                self.on_change(f"{owner.__name__}.{name}".removesuffix(".__enter__"))
             return original(*args, **kwargs)
 
         setattr(owner, name, watched)
@@ -159,43 +155,35 @@ process_state = ProcessState()
 
 
 class _Environ(os._Environ[str]):  # pyright: ignore[reportPrivateUsage]
-    """`os.environ` with the overlay of the current context on top."""
+    """`os.environ`, which is the environment of the current attempt where there is one."""
 
     def __getitem__(self, key: str) -> str:
-        layer = _current.get()
-        if layer is None and process_state.on_bare_use is not None:
+        own = _current.get()
+        if own is not None:
+            return own[key]
+        if process_state.on_bare_use is not None:
             process_state.on_bare_use(key)
-        if layer is None or key not in layer:
-            return super().__getitem__(key)
-        value = layer[key]
-        if value is None:
-            raise KeyError(key)
-        return value
+        return super().__getitem__(key)
 
     def __setitem__(self, key: str, value: str) -> None:
-        layer = _current.get()
-        if layer is None:
+        own = _current.get()
+        if own is None:
             super().__setitem__(key, value)
         else:
             self.encodekey(key)  # raises the usual TypeError for a value that is not a string
             self.encodevalue(value)
-            layer[key] = value
+            own[key] = value
 
     def __delitem__(self, key: str) -> None:
-        layer = _current.get()
-        if layer is None:
+        own = _current.get()
+        if own is None:
             super().__delitem__(key)
         else:
-            self[key]
-            layer[key] = None
+            del own[key]
 
     def __iter__(self) -> Iterator[str]:
-        layer = _current.get()
-        if layer is None:
-            yield from super().__iter__()
-            return
-        yield from [key for key in super().__iter__() if key not in layer]
-        yield from [key for key, value in layer.items() if value is not None]
+        own = _current.get()
+        return super().__iter__() if own is None else iter(list(own))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -43,13 +43,13 @@ from agentlightning.errors import (
     StoreError,
 )
 from agentlightning.observability.logs import about
-from agentlightning.resources import LLM, NamedResources, ProxyLLM
+from agentlightning.resources import LLM, NamedResources, ProxyLLM, named_resources
 from agentlightning.rollouts import Attempt, AttemptedRollout, AttemptStatus
+from agentlightning.runner.agents.agent import AgentLike, agent_spec, function_spec
 from agentlightning.runner.agents.arguments import first_llm
-from agentlightning.runner.agents.spec import AgentLike, agent_spec, function_spec
 from agentlightning.runner.attempt_environ import check_variables
 from agentlightning.runner.hosts.host_pool import HostPool, LostAttemptError
-from agentlightning.runner.hosts.messages import Done, Load
+from agentlightning.runner.hosts.messages import Done, Job, Load
 from agentlightning.span import ERROR_TYPE, EXCEPTION, TURN_LIMIT_REACHED, Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.store.ids import new_id
@@ -197,7 +197,6 @@ class Runner:
         """Where agents reach the gateway; None until it is known."""
         self.redirect = redirect
         self._secret = secret
-        self._loaded = False
         self._queues = queues
         self._remaining_claims = math.inf if max_rollouts is None else max_rollouts
         if lease_seconds is not None:
@@ -216,8 +215,8 @@ class Runner:
         self._writer = SpanWriter(store, self._retry)
         self._ended = asyncio.Event()
         self._stop_at_once = asyncio.Event()
-        self._started = False
         self._claiming: asyncio.Task[None] | None = None
+        """From `start` to `stop`."""
         self._claimed: list[AttemptedRollout] = []
         """Claimed, and not started yet."""
         self._alone: set[str] = set()
@@ -234,15 +233,8 @@ class Runner:
 
     async def load(self) -> None:
         """Wait until the agent is imported and a host is ready; `start` includes this. Raises AgentError."""
-        if self._loaded:
-            return
         self.start_hosts()
-        try:
-            await self.pool.start()
-        except BaseException:
-            await self.pool.close()
-            raise
-        self._loaded = True
+        await self.pool.start()
 
     async def start(self, server_url: str | None = None) -> None:
         """Load the agent, register and begin to claim rollouts. Raises AgentError, and ConfigError without a URL."""
@@ -251,7 +243,6 @@ class Runner:
             raise ConfigError("the runner needs server_url, where agents reach the gateway; pass it to start()")
         await self.load()
         await self._retry(self._register)
-        self._started = True
         self._heart.start()
         self._claiming = self._create_supervised_task(self._claim())
         self._helpers = [self._create_supervised_task(self._watch()), self._create_supervised_task(self._writer.run())]
@@ -288,9 +279,11 @@ class Runner:
 
         Raises the error that ended the runner, if any. Idempotent.
         """
-        started, self._started = self._started, False
+        claiming, self._claiming = self._claiming, None
         try:
-            if started:
+            if claiming is not None:
+                claiming.cancel()  # the store requeues what it had already assigned
+                await asyncio.wait({claiming})
                 await self._drain(drain_seconds)
         finally:
             for task in self._helpers:
@@ -298,7 +291,7 @@ class Runner:
             await self._stop_heart()
             await self.pool.close()
             self._ended.set()
-        if self.error is not None and started:
+        if self.error is not None and claiming is not None:
             raise self.error
 
     async def wait(self) -> None:
@@ -322,13 +315,10 @@ class Runner:
         )
 
     async def _drain(self, seconds: float | None) -> None:
-        if self._claiming is not None:
-            self._claiming.cancel()  # the store requeues what it had already assigned
-            await asyncio.wait({self._claiming})
         await self._wait_for([attempt.task for attempt in self._active.values()], seconds)
         left = list(self._active.values())
         for attempt in left:
-            if self.error is not None or not attempt.reporting or self._stop_at_once.is_set():
+            if not attempt.reporting or self._stop_at_once.is_set():
                 attempt.task.cancel()
         if left:
             await asyncio.wait([attempt.task for attempt in left])
@@ -338,19 +328,16 @@ class Runner:
         sign_off = asyncio.get_running_loop().create_task(self._sign_off(unfinished))
         await self._wait_for([sign_off], None)
         await asyncio.wait({sign_off}, timeout=SIGN_OFF_SECONDS)
-        if not sign_off.done():
-            sign_off.cancel()
+        if sign_off.cancel():
             logger.warning("the store does not answer; %d rollouts are left to the lease", len(unfinished))
 
     async def _wait_for(self, tasks: Sequence[asyncio.Task[None]], seconds: float | None) -> None:
         """Wait for the tasks, at most so many seconds, and until `stop_at_once` or an error."""
-        if not tasks or self.error is not None:
-            return
-        stop_at_once = asyncio.ensure_future(self._stop_at_once.wait())
-        ended = asyncio.ensure_future(asyncio.wait(tasks))
-        await asyncio.wait({stop_at_once, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for task in (stop_at_once, ended):
-            task.cancel()
+        if tasks:
+            waits = [asyncio.ensure_future(each) for each in (self._stop_at_once.wait(), asyncio.wait(tasks))]
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            for each in waits:
+                each.cancel()
 
     async def _sign_off(self, left: Sequence[AttemptedRollout]) -> None:
         """Requeue what is left and deregister the worker."""
@@ -392,6 +379,7 @@ class Runner:
             return
         logger.error("the runner %s ends: %s: %s", self.worker_id, type(error).__name__, error)
         self.error = error
+        self._stop_at_once.set()
         for task in (self._claiming, *(attempt.task for attempt in self._active.values())):
             if task is not None:
                 task.cancel()
@@ -419,19 +407,19 @@ class Runner:
                 claim_id=claim_id,
             )
             self._remaining_claims -= len(self._claimed)
-            await self._launch(self._claimed)
+            await self._launch()
 
-    async def _launch(self, claimed: list[AttemptedRollout]) -> None:
-        versions: dict[str | None, NamedResources | None] = {}
-        while claimed:
-            rollout = claimed[0]
-            if rollout.resources_id not in versions:
-                versions[rollout.resources_id] = await self._retry(self._resources, rollout.resources_id)
+    async def _launch(self) -> None:
+        """Start what was claimed, with the versions of the resources that it asks for."""
+        wanted = {rollout.resources_id for rollout in self._claimed}
+        versions = {each: await self._retry(self._resources, each) for each in wanted}
+        for rollout in self._claimed:
             task = self._create_supervised_task(self._attempt(rollout, versions[rollout.resources_id]))
             attempt_id = rollout.attempt.attempt_id
-            self._active[attempt_id] = _ActiveAttempt(claimed.pop(0), task)
+            self._active[attempt_id] = _ActiveAttempt(rollout, task)
             task.add_done_callback(partial(self._on_attempt_done, attempt_id))
-            self._counts["claimed"] += 1
+        self._counts["claimed"] += len(self._claimed)
+        self._claimed = []
 
     def _on_attempt_done(self, attempt_id: str, _: object) -> None:
         self._active.pop(attempt_id, None)
@@ -510,7 +498,8 @@ class Runner:
             environment |= worker_environment(proxy_url or url, self._secret, self.worker_id)
         if redirect and llm is not None:
             environment["AGL_MODEL"] = llm.model
-        return await self.pool.run(claimed, resources, url, environment, self._writer.put, alone)
+        job = Job(claimed, named_resources.dump_python(resources, mode="json"), url, environment)
+        return await self.pool.run(job, self._writer.put, alone)
 
     def _record_failure(self, claimed: AttemptedRollout, error: AgentError) -> Json:
         """Record a failure that the agent's process could not record itself."""

@@ -26,6 +26,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from itertools import islice
 from typing import Any, Final, Generic, ParamSpec, TypeVar, cast
 from urllib.parse import urlsplit
 from weakref import WeakSet
@@ -158,14 +159,10 @@ class Outbox(Retry, ABC, Generic[T]):
         """Begin with an empty queue: lock, thread and items of a parent process are not ours."""
         self._lock = threading.RLock()  # a signal handler may emit, too
         self._waiting = deque[T]()
-        self._taken: list[T] = []
-        self._size = 0
-        self._put = self._done = 0
-        """Numbers of items, which say what a waiter waits for."""
+        """Items that are not done, with those that are being sent."""
+        self._size = self._done = 0
         self._waiters = deque[tuple[int, Future[None]]]()
         """Each is done once so many items are."""
-        self._calls = 0
-        """Of `flush`, `written` and `close`."""
         self.is_closed = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -174,8 +171,9 @@ class Outbox(Retry, ABC, Generic[T]):
     # -- what a subclass says ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def send(self, batch: list[T]) -> None:
-        """Send items. May be called again with the same ones."""
+    async def send(self, batch: list[T]) -> int | None:
+        """Send items; how many of them the destination has answered that it did not take. May be called again with the
+        same ones."""
 
     def take(self, batch: list[T]) -> None:
         """Called once for each batch, before it is sent."""
@@ -204,11 +202,6 @@ class Outbox(Retry, ABC, Generic[T]):
         """Drop what was not sent when the outbox was closed."""
         self.drop(items, f"not sent within {timeout:g} s of closing")
 
-    def refuse(self, count: int, why: str) -> None:
-        """Count items that `send` has sent and that were not taken, and say it."""
-        self.counts.refused += count
-        self.warn(f"{count} spans for {self.name} were rejected: {why}")
-
     def warn(self, message: str) -> None:
         """Log a loss; once, until something is sent."""
         if not self._warned:
@@ -229,7 +222,6 @@ class Outbox(Retry, ABC, Generic[T]):
             room = 0 if self.is_closed else len(items) if always else int(min(len(items), free))
             taken = items if room == len(items) else items[:room]
             self._waiting.extend(taken)
-            self._put += room
             for item in taken:
                 self._size += self.size_of(item)
             if self._thread is None and room and self._thread_name is not None:
@@ -239,13 +231,13 @@ class Outbox(Retry, ABC, Generic[T]):
                 self._call(self._changed.set)
         if room == len(items):
             return True
-        self.drop(items[room:], "it is closed" if self.is_closed else f"{self.waiting} wait already")
+        self.drop(items[room:], "it is closed" if self.is_closed else f"{waiting + room} wait already")
         return False
 
     @property
     def waiting(self) -> int:
         """Items that are not done."""
-        return self._put - self._done
+        return len(self._waiting)
 
     @property
     def is_current_thread(self) -> bool:
@@ -265,9 +257,8 @@ class Outbox(Retry, ABC, Generic[T]):
         """Done once all items put so far are."""
         done = Future[None]()
         with self._lock:
-            if self._done < self._put:
-                self._waiters.append((self._put, done))
-                self._calls += 1
+            if self._waiting:
+                self._waiters.append((self._done + len(self._waiting), done))
                 self._call(self._changed.set)
             else:
                 done.set_result(None)
@@ -278,7 +269,6 @@ class Outbox(Retry, ABC, Generic[T]):
         Idempotent."""
         with self._lock:
             self.is_closed = True
-            self._calls += 1
             self._call(self._changed.set)
             thread = self._thread
         if thread is not None and not self.is_current_thread:
@@ -287,8 +277,7 @@ class Outbox(Retry, ABC, Generic[T]):
                 self._call(lambda: self._work.cancel())
                 thread.join(0.5)
         with self._lock:
-            left = [*self._taken, *self._waiting]
-            self._waiting.clear()
+            left = list(self._waiting)
         self._settle(len(left))
         if left:
             self.leave(left, timeout)
@@ -327,8 +316,7 @@ class Outbox(Retry, ABC, Generic[T]):
         if self._linger:
             await self._until(self._is_due, self._linger)
         with self._lock:
-            self._taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._batch))]
-            return list(self._taken)
+            return list(islice(self._waiting, self._batch))
 
     def _is_due(self) -> bool:
         return len(self._waiting) >= self._batch or bool(self._waiters) or self.is_closed
@@ -344,23 +332,24 @@ class Outbox(Retry, ABC, Generic[T]):
                     await self._changed.wait()
 
     async def _deliver(self, batch: list[T], repaired: bool = False) -> None:
-        refused = self.counts.refused
         try:
-            await self(self.send, batch)
+            refused = await self(self.send, batch) or 0
         except self.rejections as error:
             return await self._deliver_parts(batch, error, repaired)
         except Exception as error:  # noqa: BLE001  the boundary: other batches are not to blame
             self.give_up(batch, error)
         else:
-            refused = self.counts.refused - refused
             self._warned = self._warned and refused > 0
+            self.counts.refused += refused
             self.counts.sent += len(batch) - refused
         self._settle(len(batch))
 
     async def sleep(self, seconds: float) -> None:
         """A pause, which ends when somebody waits for what is in the queue."""
-        calls = self._calls
-        await self._until(lambda: self._calls > calls, seconds)
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     async def _deliver_parts(self, batch: list[T], error: Exception, repaired: bool) -> None:
         """Send what is not rejected of a batch."""
@@ -376,8 +365,8 @@ class Outbox(Retry, ABC, Generic[T]):
     def _settle(self, count: int) -> None:
         """The next items are done."""
         with self._lock:
-            self._size -= sum(map(self.size_of, self._taken[:count]))
-            self._taken = self._taken[count:]
+            for _ in range(min(count, len(self._waiting))):  # none, if `close` has dropped them
+                self._size -= self.size_of(self._waiting.popleft())
             self._done += count
             while self._waiters and self._waiters[0][0] <= self._done:
                 with suppress(InvalidStateError):  # nobody waits any more

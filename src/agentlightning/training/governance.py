@@ -47,9 +47,8 @@ from agentlightning.evaluation.intervals import Gain, paired_gain
 from agentlightning.policy.base import Metrics, UpdateOptions
 from agentlightning.resources import named_resources
 from agentlightning.rollouts import Rollout
-from agentlightning.runner.agents.agent import load_object
+from agentlightning.runner.agents.agent import function_spec, load_object
 from agentlightning.runner.agents.arguments import RewardFunction
-from agentlightning.runner.agents.spec import function_spec
 from agentlightning.task import load_dataset, task_key
 from agentlightning.training.callbacks import Callback, FinishedStep, NoState
 from agentlightning.training.health.signs import beyond_limits, signs_of

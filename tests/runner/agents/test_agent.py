@@ -10,10 +10,9 @@ import pytest
 from tests.support import agents
 
 from agentlightning.errors import AgentError
-from agentlightning.runner.agents.agent import load_agent
+from agentlightning.runner.agents.agent import CommandLine, Pickled, Reference, agent_spec, function_spec, load_agent
 from agentlightning.runner.agents.arguments import RewardFunction
 from agentlightning.runner.agents.command import Command
-from agentlightning.runner.agents.spec import CommandLine, Pickled, Reference, agent_spec, function_spec
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import AgentError
-from agentlightning.runner.agents.agent import load_agent
+from agentlightning.runner.agents.agent import agent_spec, load_agent
 from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.command import Command, CommandError, import_advice
-from agentlightning.runner.agents.spec import agent_spec
 
 OLD = "ImportError: cannot import name 'create_agent' from 'langchain.agents' (/env/langchain/agents/__init__.py)"
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from agentlightning.rollouts import Attempt, AttemptedRollout
+from agentlightning.runner.agents.agent import Reference
 from agentlightning.runner.hosts.host_pool import AgentCrashedError, AttemptProcess, LostAttemptError
-from agentlightning.runner.hosts.messages import Done, Exited, Job, Ready, Stopping, encode
+from agentlightning.runner.hosts.messages import Done, Exited, Job, Load, Ready, Stopping, encode
 
 
 class Wire(asyncio.Transport):
@@ -31,7 +32,8 @@ class Fixture:
 
     def __init__(self, slots: int, alone: bool = False, ready: bool = True) -> None:
         self.kills, self.wire = 0, Wire()
-        self.process = AttemptProcess(slots, alone=alone, grace=-0.4, kill=self.kill, on_change=lambda: None)
+        load = Load(Reference("module", "name"), None, {}, (), grace=-0.4, slots=slots)
+        self.process = AttemptProcess(load, alone, self.kill, lambda: None)
         self.process.connection_made(self.wire)
         if ready:
             self.says(Ready())
@@ -44,7 +46,8 @@ class Fixture:
 
     async def call(self, number: int) -> asyncio.Task[Done]:
         rollout = AttemptedRollout("ro", {}, 1.0, attempt=Attempt("ro", f"at-{number}", 1, 2.0))
-        task = asyncio.create_task(self.process.call(Job(number, rollout, {}, "", {}), lambda _: None))
+        job = Job(rollout, {}, "", {})
+        task = asyncio.create_task(self.process.call(job, encode(job), lambda _: None))
         await asyncio.sleep(0)
         return task
 
@@ -84,12 +87,12 @@ async def test_one_that_does_not_stop_keeps_its_slot_and_its_process_ends_once_t
     hangs.cancel()
     await asyncio.wait([hangs])
     assert not made.process.usable, "nobody knows whether its event loop still runs"
-    made.says(Stopping(1))
-    assert (made.process.usable, made.process.free, made.process.capacity) == (True, 1, 2)
+    made.says(Stopping("at-1"))
+    assert (made.process.usable, made.process.free) == (True, 1)
     await asyncio.sleep(0.2)  # the grace is over
     assert (made.process.usable, made.kills) == (False, 0)
-    made.says(Done(2))
-    assert await works == Done(2)
+    made.says(Done("at-2"))
+    assert await works == Done("at-2")
     assert made.kills == 1
 
 
@@ -109,8 +112,8 @@ async def test_a_blocked_event_loop_costs_all_and_none_of_the_others_failed() ->
 async def test_a_process_for_one_attempt_ends_with_it(alone: bool) -> None:
     made = Fixture(1, alone=alone)
     task = await made.call(1)
-    made.says(Done(1))
-    assert await task == Done(1)
+    made.says(Done("at-1"))
+    assert await task == Done("at-1")
     assert (made.wire.closed, made.process.usable, made.kills) == (alone, not alone, 0)
 
 

@@ -27,9 +27,9 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.errors import AgentError, ConfigError
+from agentlightning.runner.agents.agent import JobTemplate
 from agentlightning.runner.agents.arguments import Invocation
 from agentlightning.runner.agents.command import OUTPUT_BYTES, task_variable
-from agentlightning.runner.agents.spec import JobTemplate
 from agentlightning_kubernetes.api import KubernetesApi, KubernetesError
 from agentlightning_kubernetes.manifest import PREFIX, agent_container, attempt_job, checked_template, read_template
 

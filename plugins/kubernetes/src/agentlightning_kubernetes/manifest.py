@@ -18,7 +18,7 @@ import yaml
 
 from agentlightning.errors import ConfigError
 from agentlightning.rollouts import AttemptedRollout
-from agentlightning.runner.agents.spec import JobTemplate
+from agentlightning.runner.agents.agent import JobTemplate
 
 DEFAULT_DEADLINE_SECONDS: Final = 86_400
 """When Kubernetes stops a Job without any other limit: one whose runner is gone must end."""

@@ -17,13 +17,14 @@ The first matching row wins. A parameter without a match keeps its default; with
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from agentlightning.errors import AgentError
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, ProxyLLM
@@ -73,19 +74,16 @@ class Invocation:
     """Variables of the attempt, which override those of the process."""
     task: Any = None
     cancelled: bool = False
+    awaited: asyncio.Task[Any] | None = None
+    """What is interrupted when it is cancelled."""
     program: Stoppable | None = None
     """What runs elsewhere for a blocking agent, and has to be stopped when the attempt is."""
     group: int = 0
     """The process group of a command that runs here; 0 for none."""
     on_program: Callable[[int], None] = lambda group: None
-    """Told when that changes."""
+    """Called with the group of a command that has started, and with 0 when it has ended."""
     needs_process: str = ""
     """What it has touched that all attempts in its process share."""
-
-    def run_group(self, group: int) -> None:
-        """A command has started, or (0) ended."""
-        self.group = group
-        self.on_program(group)
 
     def named_values(self) -> Json:
         """Values of the known parameters; those without a value are absent."""
@@ -123,18 +121,16 @@ def bind_resources(resources: NamedResources, server_url: str, environment: Mapp
 def _bind(resource: LLM | PromptTemplate, server_url: str, environment: Mapping[str, str]) -> LLM | PromptTemplate:
     if not isinstance(resource, LLM):
         return resource
-    fields = dict(resource)
-    del fields["resource_type"]
     # A policy in training is always served by our server, whatever host name its URL has.
     if resource.policy_version is not None or resource.root_url == server_url.rstrip("/"):
-        fields["endpoint"] = environment["OPENAI_BASE_URL"]
-        fields["api_key"] = resource.api_key or environment["OPENAI_API_KEY"]
+        endpoint, key = environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"]
     elif isinstance(resource, ProxyLLM):
-        fields["endpoint"] = resource.get_base_url(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
-        fields["api_key"] = resource.api_key or environment["AGL_KEY"]  # the URL of such a proxy holds no key
+        endpoint = resource.get_base_url(environment["AGL_ROLLOUT_ID"], environment["AGL_ATTEMPT_ID"])
+        key = environment["AGL_KEY"]  # the URL of such a proxy holds none
     else:
         return resource
-    return AttemptLLM(**fields)
+    own: Json = {"resource_type": "llm", "endpoint": endpoint, "api_key": resource.api_key or key}
+    return AttemptLLM(**{**dict(resource), **own})
 
 
 SCALAR_TYPES: Final = ("str", "int", "float", "bool")
@@ -149,7 +145,7 @@ class Signature:
     parameters: tuple[inspect.Parameter, ...]
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Signature:
+    def of(cls, function: Callable[..., Any]) -> Self:
         name = getattr(function, "__qualname__", type(function).__qualname__)
         try:
             signature = inspect.signature(function)
@@ -208,22 +204,19 @@ def string_keys(task: Any) -> Json:
 # number that the agent returns is its reward. Anything else fails the attempt; a missing reward never becomes 0.0.
 
 
-@dataclass(frozen=True, slots=True)
-class RewardFunction:
+class RewardFunction(Signature):
     """A user's reward function."""
 
-    signature: Signature
-
     @classmethod
-    def of(cls, function: Any) -> RewardFunction:
+    def of(cls, function: Any) -> Self:
         """Raises AgentError for an object that cannot be called."""
         if not callable(function):
             raise AgentError(f"the reward is {function!r}, which cannot be called; pass a function")
-        return cls(Signature.of(function))
+        return super().of(function)
 
     @property
     def source(self) -> str:
-        return f"the reward function {self.signature.name}"
+        return f"the reward function {self.name}"
 
     def start(self, invocation: Invocation, output: Any, **further: Any) -> Any:
         """Call the function; an async one returns an awaitable. `further`: more arguments by parameter name."""
@@ -234,4 +227,4 @@ class RewardFunction:
             "resources": invocation.resources,
             **further,
         }
-        return self.signature.bind_values({**string_keys(invocation.task), **known})()
+        return self.bind_values({**string_keys(invocation.task), **known})()

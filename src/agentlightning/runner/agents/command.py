@@ -12,9 +12,8 @@ import asyncio
 import os
 import re
 import shlex
-import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +22,11 @@ from typing import Any, Final, cast
 
 from agentlightning.errors import AgentError
 from agentlightning.runner.agents.arguments import Invocation
-from agentlightning.runner.agents.spec import FORMS
+from agentlightning.runner.attempt_environ import MAX_VARIABLE_BYTES
 from agentlightning.util.json_values import dumps
 
 OUTPUT_BYTES = 1_000_000
 ERROR_BYTES = 64_000
-TASK_VARIABLE_BYTES = 100_000
-"""Linux limits one variable to 128 KiB."""
 PIPE_SECONDS = 0.2
 """How long the pipes of a program that has exited are read: a daemon in another group may keep them open."""
 
@@ -41,16 +38,6 @@ class CommandError(AgentError):
         super().__init__(message)
         if stderr:
             self.add_note(f"stderr:\n{stderr}")
-
-
-def check_executable(words: Sequence[str]) -> None:
-    """Raise AgentError if there is no such program."""
-    if shutil.which(words[0]) is not None:
-        return
-    hint = ""
-    if words[0].endswith(".py"):
-        hint = f"; did you mean `python {shlex.join(words)}` or `{words[0]}:NAME`?"
-    raise AgentError(f"agent {shlex.join(words)!r}: there is no program {words[0]!r} on the PATH{hint} ({FORMS})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +64,7 @@ class Command:
         except OSError as error:
             raise AgentError(f"agent {name!r} cannot be started: {error}") from error
         group = transport.get_pid()
-        invocation.run_group(group)
+        invocation.on_program(group)
         stdin = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
         try:
             if cancelled is not None:
@@ -93,7 +80,7 @@ class Command:
             signal_group(group, signal.SIGKILL)  # what it has left behind; its pipes then close
             await program.exited.wait()
             await _wait(program.closed, PIPE_SECONDS)
-            invocation.run_group(0)
+            invocation.on_program(0)
             transport.close()
         code, (output, errors) = transport.get_returncode() or 0, program.texts()
         if code:
@@ -149,7 +136,7 @@ class _Program(asyncio.SubprocessProtocol):
 def task_variable(task: Any) -> dict[str, str]:
     """`AGL_TASK` with the task as JSON; empty if the task is too long for a variable."""
     text = dumps(task)
-    return {"AGL_TASK": text.decode()} if len(text) <= TASK_VARIABLE_BYTES else {}
+    return {"AGL_TASK": text.decode()} if len(text) <= MAX_VARIABLE_BYTES else {}
 
 
 def signal_group(group: int, number: signal.Signals) -> None:

@@ -69,14 +69,7 @@ class LitAgent(Generic[Task]):
         return await self.rollout_async(task, resources, rollout)
 
 
-METHODS = (
-    "rollout",
-    "rollout_async",
-    "training_rollout",
-    "training_rollout_async",
-    "validation_rollout",
-    "validation_rollout_async",
-)
+METHODS = [name for name in vars(LitAgent) if name.endswith(("rollout", "rollout_async"))]
 
 
 def overridden(kind: type[LitAgent[Any]]) -> list[str]:

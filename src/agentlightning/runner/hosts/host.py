@@ -34,11 +34,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from io import TextIOWrapper
 from queue import SimpleQueue
 from typing import IO, Any, Final, NoReturn, cast
@@ -61,7 +61,6 @@ from agentlightning.runner.hosts.messages import (
     FromHost,
     Job,
     Load,
-    Loaded,
     MessageError,
     Program,
     Ready,
@@ -75,7 +74,7 @@ from agentlightning.span import JUDGE, REWARD_MISSING, Span
 from agentlightning.tracing import client_headers
 from agentlightning.tracing.agent_spans import sanitize_span
 from agentlightning.tracing.emit import emit_annotation, emit_exception, emit_reward
-from agentlightning.tracing.outbox import PostingSink
+from agentlightning.tracing.outbox import PostingSink, counters
 from agentlightning.tracing.rewards import check_reward, looks_like_reward
 from agentlightning.tracing.scope import inherited_scope, mark_owner, scope, serve_attempts
 from agentlightning.tracing.tracer import flush, install_globally, to_span
@@ -121,23 +120,45 @@ class _Sink:
         if self.judge:
             spans = [replace(span, attributes={**span.attributes, JUDGE: True}) for span in spans]
         if os.getpid() == self.host.process:
-            self.host.send(Spans(self.job.job_id, tuple(spans)))
+            if self.job.attempt_id in self.host.running:
+                self.host.send(Spans(self.job.attempt_id, tuple(spans)))
+            else:
+                late = f"Span {spans[0].name!r} has ended after its attempt and is dropped, as later ones are, too"
+                counters.note("late", f"{late}; wait in the agent for what it has started")
         else:
             self.remote = self.remote or PostingSink(self.job.server_url, self.job.environment.get("AGL_KEY", ""))
             self.remote.put(spans)
 
 
 class Host:
-    """The single host of this process. `attempt_environ` and the tracer are installed already."""
+    """The single host of this process. `attempt_environ` and the tracer are installed already.
 
-    alone = False
+    It runs attempts at the same time, in one event loop and in threads; or `alone` a single one on the main thread,
+    where signals and libraries that insist on it work.
+    """
 
-    def __init__(self, sock: socket.socket, setup: Setup) -> None:
-        self._sock, self._setup, self.process = sock, setup, os.getpid()
-        self._running: dict[int, Invocation] = {}
+    def __init__(self, sock: socket.socket, setup: Setup, alone: bool) -> None:
+        self._sock, self._setup, self._alone, self.process = sock, setup, alone, os.getpid()
+        self.running: dict[str, Invocation] = {}
         self._sending = threading.Lock()
-        serve_attempts(alone=self.alone, on_doubt=self._separate)
+        self._loop = asyncio.new_event_loop()
+        """One for agents and rewards: a client that is made once belongs to it."""
+        self._threads = ThreadPoolExecutor(setup.load.slots, thread_name_prefix="agent")
+        self._work = SimpleQueue[Coroutine[Any, Any, None]]()
+        """Alone: what the main thread runs."""
+        serve_attempts(alone=alone, on_doubt=self._separate)
+        if not alone:
+            attempt_environ.process_state.on_change = self._refuse_change
+            attempt_environ.process_state.on_bare_use = self._refuse_bare_use
+
+    def serve(self) -> None:
         threading.Thread(target=self._receive, name="agl-host", daemon=True).start()
+        if not self._alone:
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_forever()
+        while True:
+            with suppress(StopIteration):
+                self._work.get().send(None)  # no loop runs it, so what it awaits does not suspend it: see `_call`
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -156,7 +177,7 @@ class Host:
             while data := self._sock.recv(1 << 18):
                 for message in frames.feed(data):
                     self._handle(message)
-        for invocation in list(self._running.values()):
+        for invocation in list(self.running.values()):
             invocation.cancelled = True
             if invocation.group:
                 signal_group(invocation.group, signal.SIGKILL)
@@ -173,14 +194,31 @@ class Host:
                 items = cast("dict[Any, Any]", task).items()
                 task = {key: value for key, value in items if key not in hidden}
             invocation = Invocation(replace(message.rollout, input=task), {}, message.environment, task)
-            invocation.on_program = lambda group: self.send(Program(message.job_id, group))
-            self._running[message.job_id] = invocation
-            self._start(message.job_id, self._attempt(message, invocation))
-        elif (invocation := self._running.get(message.job_id)) is not None:
+            invocation.on_program = partial(self._on_program, message.attempt_id)
+            self.running[message.attempt_id] = invocation
+            work = self._attempt(message, invocation)
+            if self._alone:
+                self._work.put(work)
+            else:
+                self._loop.call_soon_threadsafe(self._start, invocation, work)
+        elif (invocation := self.running.get(message.attempt_id)) is not None:
             invocation.cancelled = True
-            self._cancel(message.job_id)
+            self._loop.call_soon_threadsafe(self._cancel, message.attempt_id, invocation)
             if invocation.program is not None:
                 invocation.program.terminate()
+
+    def _start(self, invocation: Invocation, work: Coroutine[Any, Any, None]) -> None:
+        invocation.awaited = self._loop.create_task(work)
+
+    def _cancel(self, attempt_id: str, invocation: Invocation) -> None:
+        """Acknowledge that an attempt is to be stopped, and interrupt what it awaits."""
+        self.send(Stopping(attempt_id))  # the loop is alive
+        if invocation.awaited is not None:
+            self._loop.call_soon(invocation.awaited.cancel)  # after its first step: else it could not end
+
+    def _on_program(self, attempt_id: str, group: int) -> None:
+        self.running[attempt_id].group = group
+        self.send(Program(attempt_id, group))
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -195,14 +233,14 @@ class Host:
             except BaseException as error:  # noqa: BLE001  the only place where a failure of an agent becomes a record
                 error = error.with_traceback(None) if isinstance(error, CommandError) else user_traceback(error)
                 failure = Failure.of(error)
-                if not self.alone:
+                if not self._alone:
                     invocation.needs_process = invocation.needs_process or _needs_process(error)
                 if not invocation.cancelled and not invocation.needs_process:
                     emit_exception(error)
             with suppress(Exception, asyncio.CancelledError):  # of the agent's own exporters; the attempt ends anyway
                 await self._call(flush)
-        del self._running[job.job_id]
-        self.send(Done(job.job_id, failure, output, invocation.needs_process))
+        del self.running[job.attempt_id]
+        self.send(Done(job.attempt_id, failure, output, invocation.needs_process))
 
     async def _result(self, job: Job, invocation: Invocation, sink: _Sink) -> Any:
         """The agent's return value, unless it was the reward. Rewards are recorded."""
@@ -212,8 +250,8 @@ class Host:
         invocation.environment = {**fields, **job.environment}  # of a command, in its own process
         variables = fields | in_process_environment(job.environment, job.rollout.attempt.worker_id or "")
         variables |= task_variable(invocation.task)
-        with attempt_environ.own_variables(variables) if self.alone else attempt_environ.overlay(variables):
-            output = await self._run(invocation)
+        with attempt_environ.own_variables(variables) if self._alone else attempt_environ.overlay(variables):
+            output = await self._call(self._setup.agent(invocation))
         if invocation.needs_process:
             raise OwnProcessNeededError(invocation.needs_process)
         if self._setup.reward is None:
@@ -231,129 +269,48 @@ class Host:
             emit_reward(value)
         return output
 
-    def _separate(self, what: str) -> None:
-        """All attempts that run here need processes of their own."""
-        for invocation in list(self._running.values()) if os.getpid() == self.process else ():
-            invocation.needs_process = what
-
-    # -- how code is run, once for each kind of host -----------------------------------------------------------------
-
-    def _start(self, job_id: int, work: Coroutine[Any, Any, None]) -> None:
-        """Start an attempt. Called in the thread that receives messages, as `_cancel`."""
-        raise NotImplementedError
-
-    def _cancel(self, job_id: int) -> None:
-        """Acknowledge that an attempt is to be stopped, and interrupt what it awaits."""
-        raise NotImplementedError
-
-    async def _run(self, invocation: Invocation) -> Any:
-        """The agent's return value."""
-        return await self._call(self._setup.agent(invocation))
-
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call code of the user, and await what it returns, if that is to be awaited."""
-        raise NotImplementedError
-
-
-class SharedHost(Host):
-    """Runs attempts at the same time, in one event loop and in threads."""
-
-    def __init__(self, sock: socket.socket, setup: Setup) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._threads = ThreadPoolExecutor(setup.load.slots, thread_name_prefix="agent")
-        attempt_environ.process_state.on_change = self._refuse_change
-        attempt_environ.process_state.on_bare_use = self._refuse_bare_use
-        super().__init__(sock, setup)
-
-    def serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-    def _start(self, job_id: int, work: Coroutine[Any, Any, None]) -> None:
-        def start() -> None:
-            task = self._tasks[job_id] = self._loop.create_task(work)
-            task.add_done_callback(lambda _: self._tasks.pop(job_id))
-
-        self._loop.call_soon_threadsafe(start)
-
-    def _cancel(self, job_id: int) -> None:
-        def cancel() -> None:
-            self.send(Stopping(job_id))  # the loop is alive
-            if job_id in self._tasks:
-                self._loop.call_soon(self._tasks[job_id].cancel)  # after its first step: else it could not end
-
-        self._loop.call_soon_threadsafe(cancel)
-
-    async def _run(self, invocation: Invocation) -> Any:
-        function = self._setup.agent(invocation)
-        return await (function() if inspect.iscoroutinefunction(function) else self._call(function))
-
-    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the function in a thread. Does not return before the thread ends, even if cancelled."""
-        future = asyncio.wrap_future(self._threads.submit(_result_or_error, function, *args))
-        cancelled = await wait_through_cancellation(future)
-        value, error = future.result()
-        if (error := cancelled or error) is not None:
+        """Call code of the user, and await what it returns, if that is to be awaited. A coroutine function is called
+        here, any other in a thread, alone in this one. Does not return before the thread ends, even if cancelled."""
+        if self._alone:
+            value, error = _result_or_error(function, *args)
+            if error is None and inspect.isawaitable(value):
+                (invocation,) = self.running.values()
+                invocation.awaited = self._loop.create_task(_result_of(value))
+                return self._loop.run_until_complete(invocation.awaited)
+        elif inspect.iscoroutinefunction(function):
+            return await function(*args)
+        else:
+            future = asyncio.wrap_future(self._threads.submit(_result_or_error, function, *args))
+            cancelled = await wait_through_cancellation(future)
+            value, error = future.result()
+            error = cancelled or error
+        if error is not None:
             raise error
         return await value if inspect.isawaitable(value) else value
 
+    # -- what attempts share -----------------------------------------------------------------------------------------
+
+    def _separate(self, what: str, attempt_id: str | None = None) -> None:
+        """This attempt, or all that run here, need processes of their own."""
+        for each, invocation in list(self.running.items()) if os.getpid() == self.process else ():
+            if attempt_id in (None, each):
+                invocation.needs_process = what
+
     def _refuse_change(self, what: str) -> None:
         """Called before the state of this process changes. Raises where that is seen by other attempts."""
-        if os.getpid() != self.process:
-            return
-        inside = inherited_scope()
-        for invocation in list(self._running.values()):
-            if inside is None or invocation.rollout.attempt.attempt_id == inside.attempt_id:
-                invocation.needs_process = what
-        raise OwnProcessNeededError(f"{what} changes the process that this attempt shares with others")
+        if os.getpid() == self.process:
+            inside = inherited_scope()
+            self._separate(what, inside and inside.attempt_id)
+            raise OwnProcessNeededError(f"{what} changes the process that this attempt shares with others")
 
     def _refuse_bare_use(self, what: str) -> None:
         """Called where code without variables of an attempt reads one of the process, or starts a program with them."""
         own = inherited_scope() is not None or threading.current_thread().name.startswith("agl-")
-        if own or not self._running or not (BARE.match(what) or what in self._setup.load.fields):
+        if own or not self.running or not (BARE.match(what) or what in self._setup.load.fields):
             return
         self._separate(f"a thread without a context uses {what}")
         raise OwnProcessNeededError(f"{what} is used in a thread that has not the variables of any attempt")
-
-
-class LoneHost(Host):
-    """Runs one attempt on the main thread, where signals and libraries that insist on it work."""
-
-    alone = True
-
-    def __init__(self, sock: socket.socket, setup: Setup) -> None:
-        self._work = SimpleQueue[Coroutine[Any, Any, None]]()
-        self._loop = asyncio.Runner()
-        """One loop for agent and reward: a client that is made once belongs to it."""
-        self._awaiting: asyncio.Task[Any] | None = None
-        super().__init__(sock, setup)
-
-    def serve(self) -> None:
-        while True:
-            with suppress(StopIteration):
-                self._work.get().send(None)  # no loop runs it, so what it awaits does not suspend it: see `_call`
-
-    def _start(self, job_id: int, work: Coroutine[Any, Any, None]) -> None:
-        self._work.put(work)
-
-    def _cancel(self, job_id: int) -> None:
-        self.send(Stopping(job_id))
-        if (task := self._awaiting) is not None:
-            task.get_loop().call_soon_threadsafe(task.cancel)
-
-    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        value, error = _result_or_error(function, *args)
-        if error is not None:
-            raise error
-        return self._loop.run(self._wait_for(value), context=copy_context()) if inspect.isawaitable(value) else value
-
-    async def _wait_for(self, value: Any) -> Any:
-        self._awaiting = asyncio.current_task()
-        if any(invocation.cancelled for invocation in self._running.values()):
-            raise asyncio.CancelledError
-        mark_owner()
-        return await value
 
 
 def _encoded(message: FromHost) -> bytes:
@@ -362,9 +319,9 @@ def _encoded(message: FromHost) -> bytes:
         return encode(message)
     except MessageError as error:
         if isinstance(message, Spans):
-            return encode(Spans(message.job_id, tuple(map(sanitize_span, message.spans))))
+            return encode(Spans(message.attempt_id, tuple(map(sanitize_span, message.spans))))
         if isinstance(message, Done):
-            return encode(Done(message.job_id, Failure.of(error)))
+            return encode(Done(message.attempt_id, Failure.of(error)))
         raise
 
 
@@ -375,6 +332,11 @@ def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, Bas
         return function(*args), None
     except BaseException as error:  # noqa: BLE001  raised again by `_call`
         return None, error
+
+
+async def _result_of(value: Awaitable[Any]) -> Any:
+    mark_owner()
+    return await value
 
 
 def _needs_process(error: BaseException | None) -> str:
@@ -435,24 +397,25 @@ def main() -> None:
     sys.path[:] = load.sys_path
     client_headers.install()
     attempt_environ.carry_context()
-    attempt_environ.process_state.install()
+    for owner, name in attempt_environ.PROCESS_STATE:
+        attempt_environ.process_state.watch(owner, name)
     with suppress(OSError, AttributeError):  # on Linux: have the descendants whose parents have exited as children
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         setup = prepare(load)
     except AgentError as error:
-        _send(control, Loaded(str(error)))
+        _send(control, Ready(str(error)))
         return
     attempt_environ.install()
     install_globally()
-    if not _send(control, Loaded()):
+    if not _send(control, Ready()):
         return
     gc.collect()
     gc.freeze()  # keeps loaded pages shared between the hosts: the collector does not touch them
     ForkServer(control, setup).serve()
 
 
-def _send(control: socket.socket, message: Loaded | Exited) -> bool:
+def _send(control: socket.socket, message: Ready | Exited) -> bool:
     """Send a message to the runner; False if it has disconnected."""
     try:
         control.sendall(encode(message))
@@ -545,7 +508,7 @@ class ForkServer:
             # Python reseeds `random` in a forked child by itself; NumPy's global generator would repeat in every host.
             if (numpy := cast(Any, sys.modules.get("numpy"))) is not None:
                 numpy.random.seed()
-            (LoneHost if alone else SharedHost)(sock, self._setup).serve()
+            Host(sock, self._setup, alone).serve()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException:  # noqa: BLE001  a forked child must not return into the fork server's frames

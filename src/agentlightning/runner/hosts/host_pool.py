@@ -25,15 +25,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from msgspec.structs import replace
 
 from agentlightning.attempt_variables import agent_process_environment
 from agentlightning.errors import AgentError, ConfigError
-from agentlightning.resources import NamedResources, named_resources
-from agentlightning.rollouts import AttemptedRollout
 from agentlightning.runner.agents.command import describe_exit, signal_group
 from agentlightning.runner.hosts.messages import (
     Cancel,
@@ -58,6 +57,7 @@ from agentlightning.tracing.agent_spans import agent_span
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 OnSpans = Callable[[Sequence[Span]], None]
 READ_SECONDS = 0.5
 """How long what an exited process had sent is read: a child of it may keep the socket open."""
@@ -94,48 +94,46 @@ class RunningAttempt:
 
     job: Job
     done: asyncio.Future[Done]
+    """Cancelled once its caller waits no longer."""
     on_spans: OnSpans
-    stopped: bool = False
-    """Its caller waits no longer."""
     acknowledged: bool = False
     """The process knows that it is to be stopped, so its event loop is alive."""
     program: int = 0
     """The process group of the program that it runs; 0 for none."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.done.cancelled()
 
 
 class AttemptProcess(asyncio.Protocol):
     """The runner's side of one process. `kill` kills it and its process group; `on_change` is called when it may take
     more or fewer attempts."""
 
-    def __init__(
-        self, slots: int, *, alone: bool, grace: float, kill: Callable[[], None], on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, load: Load, alone: bool, kill: Callable[[], None], on_change: Callable[[], None]) -> None:
         self.alone = alone
         """It runs one attempt, on its main thread."""
-        self.attempts: dict[int, RunningAttempt] = {}
+        self.attempts: dict[str, RunningAttempt] = {}
         self.connecting: asyncio.Task[Any] | None = None
         """Held, so that it is not collected."""
         self.ready = False
         self.retired = alone
+        """It is given no further attempt."""
         self.ending = False
         """It is closed, or killed for what one of its attempts did to others: no crash."""
-        self.exited: Exited | None = None
-        self._slots, self._grace, self._kill, self._on_change = slots, grace, kill, on_change
+        self._slots, self._grace = 1 if alone else load.slots, load.grace
+        self._kill, self._on_change = kill, on_change
         self._killed: str | None = None
         """Why it was killed while attempts ran in it, for their error message."""
+        self._exited: Exited | None = None
         self._transport: asyncio.Transport | None = None
         self._frames = FrameDecoder[FromHost](FromHost)
-        self._outbox: list[bytes] = []
+        self._unsent: list[bytes] = []
 
     @property
     def stopped(self) -> int:
         """How many attempts keep a slot that nobody waits for."""
         return sum(each.stopped for each in self.attempts.values())
-
-    @property
-    def capacity(self) -> int:
-        """How many attempts that are waited for it can have."""
-        return max(0, self._slots - self.stopped) if self.usable else 0
 
     @property
     def free(self) -> int:
@@ -144,40 +142,33 @@ class AttemptProcess(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         blocked = any(each.stopped and not each.acknowledged for each in self.attempts.values())
-        return self.ready and not (self.retired or blocked or self._killed or self.exited)
+        return self.ready and not (self.retired or blocked)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
-    async def call(self, job: Job, on_spans: OnSpans) -> Done:
-        """Run one attempt until it ends. Cancelling stops it. Raises TimeoutError after its time, MessageError for a
-        task that cannot be encoded, AgentCrashedError or LostAttemptError when the process exits."""
-        data = encode(job)
-        attempt = RunningAttempt(job, asyncio.get_running_loop().create_future(), on_spans)
-        self.attempts[job.job_id] = attempt
-        self._send(data)
+    async def call(self, job: Job, encoded: bytes, on_spans: OnSpans) -> Done:
+        """Run one attempt until it ends. Cancelling stops it. Raises TimeoutError after its time, AgentCrashedError or
+        LostAttemptError when the process exits."""
+        loop = asyncio.get_running_loop()
+        attempt = self.attempts[job.attempt_id] = RunningAttempt(job, loop.create_future(), on_spans)
+        self._send(encoded)
         try:
             async with asyncio.timeout(job.rollout.config.timeout_seconds):
                 return await attempt.done
         except (TimeoutError, asyncio.CancelledError):
-            self._stop(attempt)
+            self._send(encode(Cancel(job.attempt_id)))
+            loop.call_later(self._grace + 0.5, self._on_grace_over, attempt)
+            self._on_change()
             raise
-
-    def _stop(self, attempt: RunningAttempt) -> None:
-        attempt.stopped = True
-        if self.exited is None:
-            self._send(encode(Cancel(attempt.job.job_id)))
-            asyncio.get_running_loop().call_later(self._grace + 0.5, self._on_grace_over, attempt)
-        self._on_change()
 
     def _on_grace_over(self, attempt: RunningAttempt) -> None:
         """Retire a process whose stopped attempt still runs. If its event loop is blocked, its other attempts cannot
         end either: kill it at once."""
-        if attempt.job.job_id not in self.attempts or self.exited is not None or self._killed is not None:
+        if attempt.job.attempt_id not in self.attempts or self._killed or self._exited:
             return
         if not attempt.acknowledged:
             self.ending = True
             self._kill_because("another attempt blocked its event loop and did not end at its timeout")
-            self._fail_all(LostAttemptError(f"the process the agent ran in {self._killed}"))
         self.retire()
 
     def retire(self) -> None:
@@ -185,7 +176,7 @@ class AttemptProcess(asyncio.Protocol):
         self.retired = True
         if not self.attempts:
             self.close()
-        elif self.stopped == len(self.attempts) and self.exited is None:
+        elif self.stopped == len(self.attempts):
             self.ending = True
             self._kill()
         self._on_change()
@@ -197,18 +188,15 @@ class AttemptProcess(asyncio.Protocol):
             self._transport.close()
 
     def _kill_because(self, why: str) -> None:
-        self._killed = f"was killed: {why}"
+        self._killed, self.retired = f"was killed: {why}", True
         self._kill()
+        self._on_change()
 
     def _send(self, data: bytes) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._write)
-        self._outbox.append(data)
-
-    def _write(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(self._outbox))
-            self._outbox.clear()
+        if self._transport is None:
+            self._unsent.append(data)
+        elif not self._transport.is_closing():
+            self._transport.write(data)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -216,23 +204,21 @@ class AttemptProcess(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         if self.ending:
             transport.close()
-        self._write()
+        else:
+            self._transport.writelines(self._unsent)
 
     def data_received(self, data: bytes) -> None:
-        if self._killed is not None:
-            return
         try:
-            for message in self._frames.feed(data):
+            for message in () if self._killed else self._frames.feed(data):
                 self._handle(message)
         except MessageError as error:
             self._kill_because(str(error))
-            self._on_change()
 
     def _handle(self, message: FromHost) -> None:
         if isinstance(message, Ready):
             self.ready = True
             return self._on_change()
-        attempt = self.attempts.get(message.job_id)
+        attempt = self.attempts.get(message.attempt_id)
         if attempt is None:
             return
         if isinstance(message, Program):
@@ -247,27 +233,24 @@ class AttemptProcess(asyncio.Protocol):
             attempt.acknowledged = True
             self._on_change()
         else:
-            self._on_done(attempt, message)
-
-    def _on_done(self, attempt: RunningAttempt, done: Done) -> None:
-        del self.attempts[done.job_id]
-        if not attempt.done.done():
-            attempt.done.set_result(done)
-        if self.retired:
-            self.retire()
-        elif attempt.stopped:
-            self._on_change()
+            del self.attempts[message.attempt_id]
+            if not attempt.done.done():
+                attempt.done.set_result(message)
+            if self.retired:
+                self.retire()
+            elif attempt.stopped:
+                self._on_change()
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self.exited is not None:
-            self._fail(self.exited)
+        if self._exited is not None:
+            self._fail(self._exited)
 
     def on_exit(self, exited: Exited) -> None:
         """The process has exited: fail its attempts after the messages it had sent are read."""
-        self.exited = exited
+        self._exited, self.retired = exited, True
         if self._transport is None:
             self._fail(exited)
         else:
@@ -283,13 +266,10 @@ class AttemptProcess(asyncio.Protocol):
             error = LostAttemptError(f"{error}, before any attempt began in it")
         elif others > 0:  # nobody knows whose fault it was
             error = LostAttemptError(f"{error}, which {others} other attempts shared")
-        self._fail_all(error)
-        self.attempts.clear()
-
-    def _fail_all(self, error: AgentError) -> None:
         for attempt in self.attempts.values():
             if not attempt.done.done():
                 attempt.done.set_exception(error)
+        self.attempts.clear()
 
     def kill_programs(self) -> None:
         """Kill the programs that the process has left: each has a process group of its own."""
@@ -329,16 +309,17 @@ class HostPool:
         """Each attempt has a new process."""
         self.crashes = 0
         """Number of processes that exited unexpectedly."""
-        self._concurrency, self._size, self._slots = concurrency, hosts, math.ceil(concurrency / max(hosts, 1))
-        self._load = replace(load, slots=self._slots)
+        self._concurrency, self._size = concurrency, hosts
+        self._load = replace(load, slots=math.ceil(concurrency / max(hosts, 1)))
         self._on_change, self._on_broken = on_change, on_broken
         self._cwd = Path.cwd() if cwd is None else Path(cwd)
         self._log = None if log is None else Path(log)
         self._fork_server: subprocess.Popen[bytes] | None = None
+        self._loaded = False
         self._frames = FrameDecoder[FromForkServer](FromForkServer)
         self._trimming: asyncio.Task[None] | None = None
         self._processes: dict[int, AttemptProcess] = {}
-        self._numbers, self._job_ids = itertools.count(1), itertools.count(1)
+        self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
         self._failed_starts = 0
         self._closing = False
@@ -371,20 +352,22 @@ class HostPool:
         self._request(replace(self._load, sys_path=_python_path(self._cwd), variables=variables))
 
     async def start(self) -> None:
-        """Wait until the agent is imported, after `spawn`, and attempts can run. Raises AgentError."""
+        """Wait until the agent is imported, after `spawn`, and attempts can run. Idempotent. Raises AgentError, after
+        which it is closed."""
+        if self._loaded:
+            return
         loop = asyncio.get_running_loop()
-        self._loaded = loop.create_future()
         loop.add_reader(self._control, self._receive)
         if self._log is not None:
             self._trimming = loop.create_task(trim_periodically(self._log))
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await self._loaded
-                self._notify_change()
-                if not self.fresh:
-                    await self._least_busy()
-        except TimeoutError:
-            raise AgentError(f"agent {self.agent} was not imported within {LOAD_SECONDS:g} s") from None
+                await self._wait_for(lambda: self._loaded and (self.fresh or self._least_busy()))
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError):
+                raise AgentError(f"agent {self.agent} was not imported within {LOAD_SECONDS:g} s") from None
+            raise
 
     async def close(self) -> None:
         """End all processes. Idempotent."""
@@ -405,28 +388,16 @@ class HostPool:
 
     @property
     def capacity(self) -> int:
-        """Number of attempts that can run at once at the moment."""
-        processes = self._processes.values()
-        if self.fresh:
-            return self._concurrency - sum(process.stopped for process in processes)
-        return min(self._concurrency, sum(process.capacity for process in processes if not process.alone))
+        """Number of attempts that can run at once, beside those that nobody waits for any more."""
+        return self._concurrency - sum(process.stopped for process in self._processes.values())
 
-    async def run(
-        self,
-        rollout: AttemptedRollout,
-        resources: NamedResources,
-        server_url: str,
-        environment: dict[str, str],
-        on_spans: OnSpans,
-        alone: bool,
-    ) -> Done:
-        """Run one attempt until it ends, in a new process if `alone`. Raises TimeoutError after its time,
-        AgentCrashedError when its process exits, and LostAttemptError where that may be another's fault, or it needs a
-        process of its own. Cancelling stops the attempt."""
-        dumped = named_resources.dump_python(resources, mode="json")
-        job = Job(next(self._job_ids), rollout, dumped, server_url, environment)
-        process = self._fork(alone=True) if alone or self.fresh else await self._least_busy()
-        done = await process.call(job, on_spans)
+    async def run(self, job: Job, on_spans: OnSpans, alone: bool) -> Done:
+        """Run one attempt until it ends, in a new process if `alone`. Raises MessageError for a task that cannot be
+        encoded, TimeoutError after its time, AgentCrashedError when its process exits, and LostAttemptError where that
+        may be another's fault, or it needs a process of its own. Cancelling stops the attempt."""
+        encoded = encode(job)  # before there is a process for it
+        process = self._fork(alone=True) if alone or self.fresh else await self._wait_for(self._least_busy)
+        done = await process.call(job, encoded, on_spans)
         if not done.needs_process:
             return done
         self._separate(done.needs_process)
@@ -445,11 +416,16 @@ class HostPool:
         for process in [each for each in self._processes.values() if not each.alone]:
             process.retire()
 
-    async def _least_busy(self) -> AttemptProcess:
-        while not (found := [each for each in self._processes.values() if each.free > 0]):
+    def _least_busy(self) -> AttemptProcess | None:
+        free = [each for each in self._processes.values() if each.free > 0]
+        return max(free, key=lambda process: process.free, default=None)
+
+    async def _wait_for(self, find: Callable[[], T | None]) -> T:
+        """Wait until something is found. Raises AgentError where no process can be started."""
+        while not (found := find()):
             self._check()
             await self._changed.wait()
-        return max(found, key=lambda process: process.free)
+        return found
 
     def _check(self) -> None:
         """Raises AgentError where no process can be started."""
@@ -461,14 +437,8 @@ class HostPool:
     def _fork(self, alone: bool) -> AttemptProcess:
         self._check()
         number, loop = next(self._numbers), asyncio.get_running_loop()
-
-        def kill() -> None:
-            if not self._closing:
-                self._request(Kill(number))
-
-        process = self._processes[number] = AttemptProcess(
-            1 if alone else self._slots, alone=alone, grace=self._load.grace, kill=kill, on_change=self._notify_change
-        )
+        kill = partial(self._request, Kill(number))
+        process = self._processes[number] = AttemptProcess(self._load, alone, kill, self._notify_change)
         ours, theirs = socket.socketpair()
         with theirs:
             self._request(Fork(number, alone), theirs)
@@ -477,7 +447,7 @@ class HostPool:
         return process
 
     def _notify_change(self) -> None:
-        if not (self._closing or self.fresh or self._broken):
+        if self._loaded and not (self._closing or self.fresh or self._broken):
             shared = [each for each in self._processes.values() if not (each.alone or each.retired)]
             for _ in range(self._size - len(shared)):  # another one in place of each that takes no more attempts
                 self._fork(alone=False)
@@ -487,6 +457,8 @@ class HostPool:
 
     def _request(self, message: Load | Fork | Kill, *passed: socket.socket) -> None:
         data = encode(message)
+        if self._closing:
+            return
         with suppress(BrokenPipeError, ConnectionResetError):  # `_on_fork_server_lost` follows
             sent = socket.send_fds(self._control, [data], [each.fileno() for each in passed]) if passed else 0
             self._control.sendall(data[sent:])
@@ -499,9 +471,10 @@ class HostPool:
                 if isinstance(message, Exited):
                     self._on_exit(message)
                 elif message.error:
-                    self._loaded.set_exception(AgentError(message.error))
+                    self._break(message.error)
                 else:
-                    self._loaded.set_result(None)
+                    self._loaded = True
+                    self._notify_change()
         except BlockingIOError:
             return
         except (ConnectionResetError, MessageError):
@@ -518,31 +491,32 @@ class HostPool:
             self._failed_starts = 0 if process.ready else self._failed_starts + 1
         if self._closing or self._failed_starts < MAX_FAILED_STARTS:
             return self._notify_change()
-        self._mark_broken(
+        self._break(
             f"the processes that run agent {self.agent} end as soon as they start; the last one "
             f"{describe_exit(exited.status)}\n{exited.traceback}"
         )
 
     def _on_fork_server_lost(self) -> None:
-        if self._closing or self._fork_server is None:
+        if self._closing or self._broken or self._fork_server is None:
             return
         with suppress(subprocess.TimeoutExpired):
             self._fork_server.wait(1.0)
         code = self._fork_server.returncode
         exited = Exited(0, -9 if code is None else code, "")
-        how = describe_exit(exited.status)
-        if not self._loaded.done():
-            where = "on stderr" if self._log is None else f"in {self._log}"
-            why = f"the process that imports agent {self.agent} {how} before it was done; what it printed is {where}"
-            return self._loaded.set_exception(AgentError(why))
         for process in self._processes.values():
             process.on_exit(exited)
-        self._mark_broken(f"the process that starts the processes of agent {self.agent} {how}")
+        how, what = describe_exit(exited.status), "starts the processes of"
+        if not self._loaded:
+            how += f" before it was done; what it printed is {'on stderr' if self._log is None else f'in {self._log}'}"
+            what = "imports"
+        self._break(f"the process that {what} agent {self.agent} {how}")
 
-    def _mark_broken(self, why: str) -> None:
+    def _break(self, why: str) -> None:
+        """No process can be started any more."""
         self._broken = AgentError(why)
         self._notify_change()
-        self._on_broken(self._broken)
+        if self._loaded:
+            self._on_broken(self._broken)
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from agentlightning.errors import AgentError, Failure
 from agentlightning.rollouts import AttemptedRollout
-from agentlightning.runner.agents.spec import AgentSpec, Pickled, Reference
+from agentlightning.runner.agents.agent import AgentSpec, Pickled, Reference
 from agentlightning.span import Span
 from agentlightning.tracing.messages import to_jsonable
 from agentlightning.util.json_values import pack, unpack_large
@@ -30,6 +30,12 @@ class MessageError(AgentError):
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base class of all messages."""
+
+
+class AttemptMessage(Message, frozen=True):
+    """Base class of those about one attempt."""
+
+    attempt_id: str
 
 
 # -- runner to fork server -------------------------------------------------------------------------------------------
@@ -70,12 +76,6 @@ class Kill(Message, frozen=True):
 # -- fork server to runner -------------------------------------------------------------------------------------------
 
 
-class Loaded(Message, frozen=True):
-    """The agent is imported, and hosts can be forked; or it could not be imported."""
-
-    error: str = ""
-
-
 class Exited(Message, frozen=True):
     """A host has exited."""
 
@@ -92,52 +92,51 @@ class Exited(Message, frozen=True):
 class Job(Message, frozen=True):
     """Run one attempt."""
 
-    job_id: int
     rollout: AttemptedRollout
     resources: dict[str, dict[str, Any]]
     """Resources by name, as JSON values."""
     server_url: str
     environment: dict[str, str]
 
+    @property
+    def attempt_id(self) -> str:
+        """By which the other messages name it."""
+        return self.rollout.attempt.attempt_id
 
-class Cancel(Message, frozen=True):
+
+class Cancel(AttemptMessage, frozen=True):
     """Stop one attempt. Its result is ignored; its end is awaited."""
-
-    job_id: int
 
 
 # -- host to runner --------------------------------------------------------------------------------------------------
 
 
 class Ready(Message, frozen=True):
-    """The host accepts jobs."""
+    """The host accepts jobs; the fork server has imported the agent and can fork hosts, or could not import it."""
+
+    error: str = ""
 
 
-class Program(Message, frozen=True):
+class Program(AttemptMessage, frozen=True):
     """An attempt has started a program, or it has ended."""
 
-    job_id: int
     group: int
     """Its process group; 0 once it has ended."""
 
 
-class Spans(Message, frozen=True):
+class Spans(AttemptMessage, frozen=True):
     """Spans that an attempt has emitted."""
 
-    job_id: int
     spans: tuple[Span, ...]
 
 
-class Stopping(Message, frozen=True):
+class Stopping(AttemptMessage, frozen=True):
     """The host acknowledges a `Cancel`: its event loop is alive."""
 
-    job_id: int
 
-
-class Done(Message, frozen=True):
+class Done(AttemptMessage, frozen=True):
     """An attempt has ended; all of its spans were sent before."""
 
-    job_id: int
     failure: Failure | None = None
     output: Any = None
     """The agent's return value as shortened JSON; None if it was the reward."""
@@ -146,7 +145,7 @@ class Done(Message, frozen=True):
 
 
 ToForkServer = Fork | Kill
-FromForkServer = Loaded | Exited
+FromForkServer = Ready | Exited
 ToHost = Job | Cancel
 FromHost = Ready | Program | Spans | Stopping | Done
 

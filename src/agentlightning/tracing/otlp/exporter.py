@@ -87,7 +87,7 @@ class OtlpExporter(Outbox[Span]):
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout) as self._client:
             await super().run()
 
-    async def send(self, batch: list[Span]) -> None:
+    async def send(self, batch: list[Span]) -> int:
         try:
             answer = await self._client.post(self.url, content=gzip.compress(encode(batch).SerializeToString(), 1))
         except httpx.RequestError as error:
@@ -101,7 +101,8 @@ class OtlpExporter(Outbox[Span]):
         if answer.is_success and answer.headers.get("content-type", "").startswith("application/x-protobuf"):
             refused, why = rejected_spans(answer.content) or (0, "")
         if refused:
-            self.refuse(refused, why)
+            self.warn(f"{refused} spans for {self.name} were rejected: {why}")
+        return refused
 
 
 def traces_url(endpoint: str) -> str:

@@ -42,7 +42,7 @@ from agentlightning.engine.servers.config import ENGINES
 from agentlightning.errors import AgentLightningError, ConfigError, DatasetError, ResumeError
 from agentlightning.policy.config import BACKENDS
 from agentlightning.policy.losses import LOSSES
-from agentlightning.runner.agents.spec import REWARDS
+from agentlightning.runner.agents.agent import REWARDS
 from agentlightning.task import Overlap, load_dataset, overlaps, split, task_key
 from agentlightning.util.file_lock import lock_file
 from agentlightning.util.json_values import dumps, loads
