@@ -86,6 +86,12 @@ def test_every_verb_has_two_examples_that_the_program_understands(name: str) -> 
             parsed(example)
 
 
+@pytest.mark.parametrize("name", VERBS)
+def test_every_option_says_what_it_is(name: str) -> None:
+    assert not [each.name for each in VERBS[name].params if not each.help and not each.hidden]
+    assert not re.search(r"^\w+: ", VERBS[name].help, re.MULTILINE)
+
+
 def test_the_help_of_training_names_settings_that_exist() -> None:
     shown = help_of("train")
     for words in ("learning rate", "group_size", "LoRA", "All settings with their meaning: agl train --print-config"):

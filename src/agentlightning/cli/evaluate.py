@@ -46,42 +46,50 @@ if TYPE_CHECKING:
 class Options:
     """The options of `agl eval` that are those of `agl.evaluate`."""
 
-    limit: int | None = Option(None, min=1, help="Only the first tasks.")
-    bounds: tuple[float, float] | None = Option(
-        None, help="The lowest and the highest reward possible, if not 0 and 1."
-    )
-    slices: list[str] = Option([], "--slice", help="Also show the result by this field of tasks; repeatable.")
-    compare: Path | None = Option(None, help="Compare with an earlier evaluation of these tasks, a file of --out.")
-    cache: Path | None = Option(None, help="Keep rollouts in this directory, and run none twice; continues there.")
-    trained_on: str | None = Option(None, help="Tasks that the agent has learned from: none may be evaluated.")
-    concurrency: int | None = Option(None, min=1, help="Rollouts to run at the same time (default: 64).")
+    limit: int | None = Option(None, min=1)
+    """Only the first tasks."""
+    bounds: tuple[float, float] | None = None
+    """The lowest and the highest reward possible, if not 0 and 1."""
+    slices: list[str] = Option([], "--slice")
+    """Also show the result by this field of tasks; repeatable."""
+    compare: Path | None = None
+    """Compare with an earlier evaluation of these tasks, a file of --out."""
+    cache: Path | None = None
+    """Keep rollouts in this directory, and run none twice; continues there."""
+    trained_on: str | None = None
+    """Tasks that the agent has learned from: none may be evaluated."""
+    concurrency: int | None = Option(None, min=1)
+    """Rollouts to run at the same time (default: 64)."""
 
 
 def evaluate(
     ctx: Context,
     *,
     subject: Subject,
-    settings: list[str] = Argument([], help="runner.key=value, prompts.NAME=TEXT ..."),
-    run: Path | None = Option(
-        None,
-        help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
-        " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml).",
-    ),
-    sampled: bool = Option(False, "--sampled", help="Sample at temperature 1, not greedily."),
+    settings: list[str] = Argument([]),
+    run: Path | None = None,
+    sampled: bool = False,
     options: Options,
     reward_weights: RewardWeights = None,
-    repeats: int = Option(1, min=1, help="Rollouts of each task."),
-    failed: str = Option("lowest", help="How rollouts without a reward count: lowest, exclude, or a reward such as 0."),
-    aa: bool = Option(
-        False, "--aa", help="Run twice, and compare the agent with itself: what differences chance makes."
-    ),
-    out: Path | None = Option(None, help="Write the evaluation to this JSON file."),
+    repeats: int = Option(1, min=1),
+    failed: str = "lowest",
+    aa: bool = False,
+    out: Path | None = None,
 ) -> Result:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
     Settings say how the agent is run, as in agl train: runner.timeout_seconds=30, 'runner.env={QUESTION = "question"}',
     and which prompts it is given: prompts.NAME=TEXT. Of a run, they are those of the run. Where no agent is named and
     there is no run yet, those of agl.toml in the current directory are used, and its agent, reward, tasks and model.
+
+    settings: runner.key=value, prompts.NAME=TEXT ...
+    run: Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where neither
+        --agent nor --data nor --env is given; before the first run, the settings of agl.toml).
+    sampled: Sample at temperature 1, not greedily.
+    repeats: Rollouts of each task.
+    failed: How rollouts without a reward count: lowest, exclude, or a reward such as 0.
+    aa: Run twice, and compare the agent with itself: what differences chance makes.
+    out: Write the evaluation to this JSON file.
 
     \b
     Examples:
@@ -249,11 +257,13 @@ def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
 # -- agl compare ------------------------------------------------------------------------------------------------------
 
 
-def compare_runs(runs: list[Path] = Argument(help="The directories of finished runs.")) -> Result:
+def compare_runs(runs: list[Path] = Argument()) -> Result:
     """Compare configurations over seeds: mean and 95% interval of the held-out reward, and of their difference.
 
     Runs whose settings differ in the seed alone are one configuration. The first one named is what the others are
     compared with: seed by seed where all have the same seeds.
+
+    runs: The directories of finished runs.
 
     \b
     Examples:
@@ -300,16 +310,21 @@ async def rescore(
     ctx: Context,
     *,
     reward: Reward = None,
-    run: str | None = Option(None, help="A run directory, or part of the rollout id."),
+    run: str | None = None,
     store: AnyStore,
     chosen: Filter,
-    task: str | None = Option(None, help="JSON: a task, or some of its keys with their values."),
-    concurrency: int = Option(8, min=1, help="Rollouts to score at the same time."),
-    dry_run: bool = Option(False, "--dry-run", help="Score and report, but write nothing."),
+    task: str | None = None,
+    concurrency: int = Option(8, min=1),
+    dry_run: bool = False,
 ) -> Result:
     """Apply a new reward function to stored rollouts.
 
     Each gets a new final reward; earlier ones stay recorded. Without --status: rollouts that succeeded.
+
+    run: A run directory, or part of the rollout id.
+    task: JSON: a task, or some of its keys with their values.
+    concurrency: Rollouts to score at the same time.
+    dry_run: Score and report, but write nothing.
 
     \b
     Examples:
@@ -374,18 +389,22 @@ def _rescoring_lines(result: Rescoring) -> Iterator[str]:
 
 async def compare_rules(
     store: StoreOfRun,
-    earlier: str | None = Argument(None, help="The earlier form of --store.", hidden=True),
-    rules: list[str] = Option(
-        [], "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
-    ),
-    groups: int = Option(128, min=1, help="Use at most this number of groups of two rollouts or more, the newest."),
-    mode: Literal["train", "val", "test"] | None = Option(None, help="Only rollouts of this mode."),
-    target_agent: str | None = Option(None, help="Only calls of agents whose name matches."),
+    earlier: str | None = Argument(None, hidden=True),
+    rules: list[str] = Option([], "--rule"),
+    groups: int = Option(128, min=1),
+    mode: Literal["train", "val", "test"] | None = None,
+    target_agent: str | None = None,
     reward_weights: RewardWeights = None,
 ) -> Result:
     """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.
 
     Reads the groups of a store (rollouts of one task each); nothing is trained and no model is needed.
+
+    earlier: The earlier form of --store.
+    rules: A rule's name, or JSON with its type and settings; repeatable (default: all rules).
+    groups: Use at most this number of groups of two rollouts or more, the newest.
+    mode: Only rollouts of this mode.
+    target_agent: Only calls of agents whose name matches.
 
     \b
     Examples:

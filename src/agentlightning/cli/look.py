@@ -50,16 +50,13 @@ LOOK = {"finished": ("report",), "unfinished": ("train", "--resume")}
 
 
 def status(
-    target: str | None = Argument(
-        None,
-        metavar="RUN",
-        help="The directory of a run (running, finished or crashed; default: the newest below runs), or the address of"
-        " a server that shows it: the link of its dashboard.",
-    ),
-    name: str | None = Option(None, "--run", help="Of a server: which of its runs. Default: the running one."),
-    token: Token = None,
+    target: str | None = Argument(None, metavar="RUN"), name: str | None = Option(None, "--run"), token: Token = None
 ) -> Result:
     """Say how far a training run is: its step, reward, validation, speed, failures and warnings.
+
+    target: The directory of a run (running, finished or crashed; default: the newest below runs), or the address of a
+        server that shows it: the link of its dashboard.
+    name: Of a server: which of its runs. Default: the running one.
 
     \b
     Examples:
@@ -164,12 +161,16 @@ def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:
 
 async def report(
     run: Run = None,
-    html: bool = Option(False, "--html", help="Write a page with curves, which needs no server."),
-    out: Path | None = Option(None, help="File to write (default: RUN/report.html; text is printed)."),
-    examples: int = Option(3, min=0, help="Changed tasks to show with their conversations."),
+    html: bool = False,
+    out: Path | None = None,
+    examples: int = Option(3, min=0),
     store: GivenStore = None,
 ) -> Result:
     """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples.
+
+    html: Write a page with curves, which needs no server.
+    out: File to write (default: RUN/report.html; text is printed).
+    examples: Changed tasks to show with their conversations.
 
     \b
     Examples:
@@ -262,19 +263,23 @@ def _findings_lines(found: Examination) -> Iterator[RenderableType]:
 
 async def dashboard(
     ctx: Context,
-    target: str | None = Argument(
-        None, help="The directory of a run or of several, a database, or the URL of a server (default: runs)."
-    ),
-    demo: bool = Option(False, "--demo", help="Show two recorded runs; nothing is trained."),
-    host: str = Option("127.0.0.1", help="Address to listen on."),
-    port: int = Option(4749, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
+    target: str | None = Argument(None),
+    demo: bool = False,
+    host: str = "127.0.0.1",
+    port: int = Option(4749, min=0, max=65535),
     token: Token = None,
-    browser: bool = Option(True, help="Open it in the browser."),
+    browser: bool = True,
 ) -> None:
     """Show runs, rollouts and tokens in the browser, until stopped (Ctrl-C). It only reads.
 
     The page asks for a token of its own, which is part of the link that is printed. A server (`agl serve`, a run) shows
     itself at /dashboard, with actions: of its URL, the link is printed and opened.
+
+    target: The directory of a run or of several, a database, or the URL of a server (default: runs).
+    demo: Show two recorded runs; nothing is trained.
+    host: Address to listen on.
+    port: Port to listen on; 0 takes a free one.
+    browser: Open it in the browser.
 
     \b
     Examples:

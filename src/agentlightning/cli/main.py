@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from importlib import import_module
 from importlib.metadata import version
@@ -15,6 +16,7 @@ import typer
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
+from typer.models import ParameterInfo
 
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import installed, load_plugin, plugin_names
@@ -65,23 +67,44 @@ EARLIER = {
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
-def with_groups(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb with a parameter for each field of its parameters that are dataclasses: options that belong together."""
+def as_command(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb as Typer takes it. Parameters that are dataclasses are options that belong together, and become a
+    parameter for each field; the help of an option stands below its field, or as `NAME: TEXT` in the docstring."""
+    from agentlightning.util.settings import field_texts
+
     own = inspect.signature(verb, eval_str=True).parameters
-    groups: dict[str, Any] = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
-    options = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
+    line = re.compile(rf"^({'|'.join(own)}): (.+(?:\n .+)*)\n*", re.MULTILINE)
+    doc = inspect.getdoc(verb) or ""
+    texts, groups, all_of = dict(line.findall(doc)), dict[str, Any](), list[inspect.Parameter]()
+    for name, each in own.items():
+        if is_dataclass(each.annotation):
+            group = groups[name] = each.annotation
+            below, options = field_texts(group), inspect.signature(groups[name], eval_str=True).parameters
+            all_of += [_described(option, below.get(field)) for field, option in options.items()]
+        else:
+            all_of.append(_described(each, texts.get(name)))
 
     @wraps(verb)
     def call(**given: Any) -> Any:
-        made = {name: group(**{each: given.pop(each) for each in options[name]}) for name, group in groups.items()}
+        made = {
+            name: group(**{one.name: given.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+        }
         return verb(**given, **made)
 
-    all_of = [each for name, one in own.items() for each in options.get(name, {name: one}).values()]
+    call.__doc__ = line.sub("", doc)
     call.__annotations__ = {each.name: each.annotation for each in all_of}
-    call.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
-        [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in all_of]
-    )
+    call.__signature__ = inspect.Signature(all_of)  # pyright: ignore[reportAttributeAccessIssue]
     return call
+
+
+def _described(parameter: inspect.Parameter, text: str | None) -> inspect.Parameter:
+    """A parameter with its help. Without Typer's own description of it, it is an option, and False a flag."""
+    option = parameter.default
+    if text is not None:
+        if not isinstance(option, ParameterInfo):
+            option = Option(option, *([f"--{parameter.name.replace('_', '-')}"] if option is False else []))
+        option.help = " ".join(text.split())
+    return parameter.replace(default=option, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
 class Verb(TyperCommand):
@@ -182,7 +205,7 @@ class Program(TyperGroup):
         for verb, function in (found if isinstance(found, dict) else {name: found}).items():
             # Of `agl run`, what follows the first word is the command's.
             app.command(verb, cls=Verb, context_settings={"allow_interspersed_args": verb != "run"})(
-                with_groups(function)
+                as_command(function)
             )
         group = get_group(app)
         return group if isinstance(found, dict) else group.commands[name]

@@ -41,8 +41,10 @@ class Subject:
 
     agent: Agent = None
     reward: Reward = None
-    data: str | None = Option(None, help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")
-    env: str | None = Option(None, help="KIND:NAME: an environment with its tasks, agent and reward.")
+    data: str | None = None
+    """Tasks: a JSONL, JSON, CSV or Parquet file, or an environment."""
+    env: str | None = None
+    """KIND:NAME: an environment with its tasks, agent and reward."""
     model: Model = None
 
 
@@ -72,13 +74,8 @@ LogFormat = Annotated[Literal["text", "json"], Option(help="Format of the log on
 class AnyStore:
     """A store that exists, here or on a server."""
 
-    store: str | None = Option(
-        None,
-        "--store",
-        "--server",
-        help="A SQLite file, postgresql://... or the URL of a server (default: $AGL_STORE, else"
-        " .agentlightning/store.db)",
-    )
+    store: str | None = Option(None, "--store", "--server")
+    """A SQLite file, postgresql://... or the URL of a server (default: $AGL_STORE, else .agentlightning/store.db)"""
     token: Token = None
 
     @cached_property
@@ -94,11 +91,8 @@ class AnyStore:
 class StoreOfRun(AnyStore):
     """A store to read: that of a run, or another one."""
 
-    run: Path | None = Option(
-        None,
-        help="The directory of a run, whose store is read (default: the newest below runs, where there is no other"
-        " store).",
-    )
+    run: Path | None = None
+    """The directory of a run, whose store is read (default: the newest below runs, where there is no other store)."""
 
     @cached_property
     def place(self) -> str | None:
@@ -124,8 +118,10 @@ class StoreOfRun(AnyStore):
 class Filter:
     """Which rollouts."""
 
-    status: list[str] = Option([], help="Only rollouts with this status; repeatable.")
-    mode: list[str] = Option([], help="Only rollouts with this mode; repeatable.")
+    status: list[str] = Option([])
+    """Only rollouts with this status; repeatable."""
+    mode: list[str] = Option([])
+    """Only rollouts with this mode; repeatable."""
 
     def query(self) -> dict[str, Any]:
         """For the queries of a store. Raises ConfigError for what is no status, or no mode."""

@@ -73,7 +73,8 @@ class TargetOptions:
 
     models: Models = None
     routes: Routes = None
-    server: str | None = Option(None, help="A server that records the rollout and answers its calls.")
+    server: str | None = None
+    """A server that records the rollout and answers its calls."""
     token: Token = None
     store: Database = None
 
@@ -109,20 +110,25 @@ class TargetOptions:
 def run(
     ctx: Context,
     *,
-    command: list[str] = Argument(help="The command and its arguments, after --."),
+    command: list[str] = Argument(),
     target: TargetOptions,
-    task: str | None = Option(None, help="The task of the rollout: JSON or text; also in AGL_TASK."),
-    task_file: Path | None = Option(None, "--input", help="A file that holds the task."),
-    reward: str | None = Option(
-        None, help="A number, or module:name or path/file.py:name of (task, output) -> number."
-    ),
-    mode: Mode = Option(None, help="The mode of the rollout."),
-    timeout: float | None = Option(None, min=0.001, help="Seconds after which the command is terminated."),
+    task: str | None = None,
+    task_file: Path | None = Option(None, "--input"),
+    reward: str | None = None,
+    mode: Mode = None,
+    timeout: float | None = Option(None, min=0.001),
 ) -> Result:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 
     Its model calls go where --model or --routes say; without them, to the providers whose keys or URLs its environment
     has. Terminal, input, output, signals and exit code are those of the command; the summary is on stderr.
+
+    command: The command and its arguments, after --.
+    task: The task of the rollout: JSON or text; also in AGL_TASK.
+    task_file: A file that holds the task.
+    reward: A number, or module:name or path/file.py:name of (task, output) -> number.
+    mode: The mode of the rollout.
+    timeout: Seconds after which the command is terminated.
 
     \b
     Examples:

@@ -66,63 +66,50 @@ PRUNE_SECONDS = 300.0
 class Options:
     """What is served, where, and for how long."""
 
-    host: str = Option("127.0.0.1", envvar="AGL_SERVER_HOST", help="Address to listen on.")
-    port: int = Option(4747, min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
-    workers: int = Option(
-        1, min=1, help="Processes that serve the port; for providers and the store, not for --model. Linux."
-    )
+    host: str = Option("127.0.0.1", envvar="AGL_SERVER_HOST")
+    """Address to listen on."""
+    port: int = Option(4747, min=0, max=65535, envvar="AGL_SERVER_PORT")
+    """Port to listen on; 0 takes a free one."""
+    workers: int = Option(1, min=1)
+    """Processes that serve the port; for providers and the store, not for --model. Linux."""
     store: Database = None
     token: Token = None
-    no_token: bool = Option(
-        False, "--no-token", help="Listen without a token on an address that other machines can reach."
-    )
-    allow_hosts: list[str] = Option(
-        [],
-        "--allow-host",
-        envvar="AGL_ALLOWED_HOSTS",
-        help="Without a token: another host name of this server; repeatable.",
-    )
-    allow_origins: list[str] = Option(
-        [],
-        "--allow-origin",
-        envvar="AGL_ALLOWED_ORIGINS",
-        help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
-    )
+    no_token: bool = False
+    """Listen without a token on an address that other machines can reach."""
+    allow_hosts: list[str] = Option([], "--allow-host", envvar="AGL_ALLOWED_HOSTS")
+    """Without a token: another host name of this server; repeatable."""
+    allow_origins: list[str] = Option([], "--allow-origin", envvar="AGL_ALLOWED_ORIGINS")
+    """A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable."""
     models: Models = None
     routes: Routes = None
-    allow_unattributed: bool = Option(
-        False,
-        "--allow-unattributed",
-        help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a model,"
-        " and not to be measured.",
-    )
-    tinker: list[str] = Option(
-        [],
-        envvar="AGL_TINKER",
-        help="Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable.",
-    )
-    tinker_weights: Path | None = Option(
-        None, help="Where weights that these programs save go; by default beside the store."
-    )
-    otlp_export: str | None = Option(None, help="Export all spans to this OTLP/HTTP endpoint.")
-    adopt_traces: bool = Option(
-        False, "--adopt-traces", help="Store traces of unknown programs as rollouts of their own."
-    )
-    keep_days: float | None = Option(None, min=0, max=1e6, help="Delete rollouts that finished longer ago.")
-    keep_rollouts: int | None = Option(None, min=0, help="Delete the oldest finished rollouts beyond this number.")
-    keep_size: str | None = Option(None, help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
-    runs: Path | None = Option(None, envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.")
-    max_body: str = Option("64MiB", help="Largest request to the store and of traces, such as 64MiB.")
-    drain_seconds: float = Option(
-        0.0,
-        min=0,
-        help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers.",
-    )
-    grace_seconds: int = Option(10, min=0, help="Time for requests in progress to finish before the server exits.")
+    allow_unattributed: bool = False
+    """Also answer calls that belong to no rollout, without recording them: for agents that are to use a model, and not
+    to be measured."""
+    tinker: list[str] = Option([], envvar="AGL_TINKER")
+    """Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable."""
+    tinker_weights: Path | None = None
+    """Where weights that these programs save go; by default beside the store."""
+    otlp_export: str | None = None
+    """Export all spans to this OTLP/HTTP endpoint."""
+    adopt_traces: bool = False
+    """Store traces of unknown programs as rollouts of their own."""
+    keep_days: float | None = Option(None, min=0, max=1e6)
+    """Delete rollouts that finished longer ago."""
+    keep_rollouts: int | None = Option(None, min=0)
+    """Delete the oldest finished rollouts beyond this number."""
+    keep_size: str | None = None
+    """Delete the oldest finished rollouts beyond this size, such as 10GB."""
+    runs: Path | None = Option(None, envvar="AGL_RUNS")
+    """A directory of runs, which the dashboard shows, too."""
+    max_body: str = "64MiB"
+    """Largest request to the store and of traces, such as 64MiB."""
+    drain_seconds: float = Option(0.0, min=0)
+    """Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers."""
+    grace_seconds: int = Option(10, min=0)
+    """Time for requests in progress to finish before the server exits."""
     log_format: LogFormat = "text"
-    slow_ms: float = Option(
-        250.0, min=0, help="Log operations other than model calls that take longer, in milliseconds."
-    )
+    slow_ms: float = Option(250.0, min=0)
+    """Log operations other than model calls that take longer, in milliseconds."""
 
     @cached_property
     def routing(self) -> GatewayConfig:
@@ -418,59 +405,59 @@ class RunnerOptions:
     """The options of `agl runner` that are those of `Runner`."""
 
     reward: Reward = None
-    concurrency: int = Option(32, min=1, help="Concurrent attempts.")
-    hosts: int = Option(1, min=1, help="Processes that run Python agents.")
-    fresh_process: bool = Option(False, "--fresh-process", help="Run every attempt in a new process.")
-    queues: list[str] | None = Option(None, "--queue", help="Claim only from this queue; repeatable.")
-    worker_id: str | None = Option(None, help="Name of the worker in the store (default: host and process).")
-    lease_seconds: float = Option(
-        30.0, "--lease", min=1, help="Seconds without a heartbeat after which other runners get the rollouts."
-    )
-    max_rollouts: int | None = Option(None, min=1, help="Exit after this number of rollouts.")
-    hide: list[str] = Option([], help="A field of a dict task that only the reward function receives; repeatable.")
-    cwd: Path | None = Option(None, help="Working directory of the agent.")
-    log: Path | None = Option(None, help="File for what the agent prints (default: stderr).")
-    redirect: bool | None = Option(
-        None,
-        help="Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training run"
-        " are redirected to that run).",
-    )
-    patience: float = Option(600.0, min=0, help="Seconds for which the server may be unreachable.")
+    concurrency: int = Option(32, min=1)
+    """Concurrent attempts."""
+    hosts: int = Option(1, min=1)
+    """Processes that run Python agents."""
+    fresh_process: bool = False
+    """Run every attempt in a new process."""
+    queues: list[str] | None = Option(None, "--queue")
+    """Claim only from this queue; repeatable."""
+    worker_id: str | None = None
+    """Name of the worker in the store (default: host and process)."""
+    lease_seconds: float = Option(30.0, "--lease", min=1)
+    """Seconds without a heartbeat after which other runners get the rollouts."""
+    max_rollouts: int | None = Option(None, min=1)
+    """Exit after this number of rollouts."""
+    hide: list[str] = Option([])
+    """A field of a dict task that only the reward function receives; repeatable."""
+    cwd: Path | None = None
+    """Working directory of the agent."""
+    log: Path | None = None
+    """File for what the agent prints (default: stderr)."""
+    redirect: bool | None = None
+    """Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training run are
+    redirected to that run)."""
+    patience: float = Option(600.0, min=0)
+    """Seconds for which the server may be unreachable."""
 
 
 async def runner(
     ctx: Context,
     *,
-    server: str | None = Option(
-        None,
-        envvar="AGL_SERVER",
-        help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
-    ),
+    server: str | None = Option(None, envvar="AGL_SERVER"),
     agent: Agent = None,
     options: RunnerOptions,
     token: Token = None,
-    variables: list[str] = Option(
-        [], "--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."
-    ),
-    drain_seconds: float | None = Option(
-        None, min=0, help="Time for attempts to finish after SIGTERM (default: unlimited)."
-    ),
-    job: Path | None = Option(
-        None,
-        help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the command"
-        " of its container, by default that of the image.",
-    ),
-    job_api: str | None = Option(
-        None,
-        help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's cluster.",
-    ),
-    job_start_seconds: float = Option(600.0, min=1, help="Time in which the container of a Job has to start."),
+    variables: list[str] = Option([], "--variable"),
+    drain_seconds: float | None = Option(None, min=0),
+    job: Path | None = None,
+    job_api: str | None = None,
+    job_start_seconds: float = Option(600.0, min=1),
     log_format: LogFormat = "text",
 ) -> Result:
     """Run an agent on the rollouts of a server, until stopped.
 
     SIGTERM or Ctrl-C: claim no more rollouts, let running attempts finish, report, exit 0. Again: stop running attempts
     and requeue them.
+
+    server: The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).
+    variables: VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable.
+    drain_seconds: Time for attempts to finish after SIGTERM (default: unlimited).
+    job: Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the command of its
+        container, by default that of the image.
+    job_api: The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's cluster.
+    job_start_seconds: Time in which the container of a Job has to start.
 
     \b
     Examples:

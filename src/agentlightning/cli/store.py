@@ -55,11 +55,10 @@ async def stats(store: StoreOfRun) -> Result:
     return Result(record, _counts(counts, queues), [agl("store", "list", store=store.place)])
 
 
-async def show(
-    store: StoreOfRun,
-    rollout_id: str | None = Argument(None, help="Its id, or the start of it (default: the newest rollout)."),
-) -> Result:
+async def show(store: StoreOfRun, rollout_id: str | None = Argument(None)) -> Result:
     """Show a rollout: its attempts, model calls, messages and reward.
+
+    rollout_id: Its id, or the start of it (default: the newest rollout).
 
     \b
     Examples:
@@ -92,11 +91,14 @@ MOST_READ = 5000
 async def list_rollouts(
     store: StoreOfRun,
     chosen: Filter,
-    sort: Order = Option("newest", help="newest, reward (lowest first) or seconds (slowest first)."),
-    limit: int = Option(20, min=1, help="Rows to show."),
+    sort: Order = "newest",
+    limit: int = Option(20, min=1),
     reward_weights: RewardWeights = None,
 ) -> Result:
     """List rollouts with their reward, calls and failure.
+
+    sort: newest, reward (lowest first) or seconds (slowest first).
+    limit: Rows to show.
 
     \b
     Examples:
@@ -155,16 +157,22 @@ def _counts(counts: dict[str, int], queues: list[Queue]) -> Iterator[str]:
 async def prune(
     ctx: Context,
     store: AnyStore,
-    older_than: str | None = Option(None, help="Remove rollouts that finished longer ago: 12h, 30d, 2w."),
-    keep: int | None = Option(None, min=0, help="Keep this number of finished rollouts, the newest ones."),
-    max_size: str | None = Option(None, help="Keep the newest rollouts up to this size: 500MB, 10GB."),
-    dry_run: bool = Option(False, "--dry-run", help="Print what would be removed, and stop."),
-    yes: bool = Option(False, "--yes", "-y", help="Do not ask for confirmation."),
+    older_than: str | None = None,
+    keep: int | None = Option(None, min=0),
+    max_size: str | None = None,
+    dry_run: bool = False,
+    yes: bool = Option(False, "--yes", "-y"),
 ) -> Result:
     """Remove the oldest finished rollouts until the others fit.
 
     Their attempts and spans are removed too. Unfinished rollouts and resources stay, and in the store of a training run
     also the rollouts that the run still needs. The file becomes smaller only with `agl store vacuum`.
+
+    older_than: Remove rollouts that finished longer ago: 12h, 30d, 2w.
+    keep: Keep this number of finished rollouts, the newest ones.
+    max_size: Keep the newest rollouts up to this size: 500MB, 10GB.
+    dry_run: Print what would be removed, and stop.
+    yes: Do not ask for confirmation.
 
     \b
     Examples:
@@ -234,13 +242,17 @@ async def vacuum(store: AnyStore) -> Result:
 async def export_(
     store: StoreOfRun,
     chosen: Filter,
-    file: Path = Argument(help="Ends in .jsonl, .jsonl.gz or .parquet."),
-    queues: list[str] | None = Option(None, "--queue", help="Only rollouts of this queue; repeatable."),
-    force: bool = Option(False, "--force", help="Overwrite an existing file."),
+    file: Path = Argument(),
+    queues: list[str] | None = Option(None, "--queue"),
+    force: bool = False,
 ) -> Result:
     """Write resources, rollouts, attempts and spans to a file that `agl store import` reads.
 
     The store may be written to meanwhile. The file appears when it is complete.
+
+    file: Ends in .jsonl, .jsonl.gz or .parquet.
+    queues: Only rollouts of this queue; repeatable.
+    force: Overwrite an existing file.
 
     \b
     Examples:
@@ -272,11 +284,13 @@ async def export_(
     return Result({"file": str(file), **asdict(exported)}, text, after)
 
 
-async def import_(store: AnyStore, file: Path = Argument(help="Written by `agl store export`.")) -> Result:
+async def import_(store: AnyStore, file: Path = Argument()) -> Result:
     """Add the contents of a file to a store.
 
     What the store already has stays as it is, so that an import can be repeated. Unfinished rollouts are queued. Of a
     truncated or damaged file, the part before the damage is imported.
+
+    file: Written by `agl store export`.
 
     \b
     Examples:
@@ -319,16 +333,23 @@ SUFFIXES = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
 
 async def export(
     run: Run = None,
-    to: Form = Option("hf", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines."),
-    out: Path | None = Option(None, help="File or directory (default: RUN/export/FORM)."),
-    min_reward: float | None = Option(None, help="Only rollouts with at least this reward."),
-    target_agent: str | None = Option(None, help="Only calls of agents whose name matches."),
+    to: Form = "hf",
+    out: Path | None = None,
+    min_reward: float | None = None,
+    target_agent: str | None = None,
     store: GivenStore = None,
-    overwrite: bool = Option(False, "--overwrite", help="Replace the file of --out, if there is one."),
+    overwrite: bool = False,
     reward_weights: RewardWeights = None,
-    precision: Precision | None = Option(None, help="Of the matrices of a GGUF file (default: f16)."),
+    precision: Precision | None = None,
 ) -> Result:
     """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set.
+
+    to: hf, gguf-ready and gguf: weights; the others: rollouts as lines.
+    out: File or directory (default: RUN/export/FORM).
+    min_reward: Only rollouts with at least this reward.
+    target_agent: Only calls of agents whose name matches.
+    overwrite: Replace the file of --out, if there is one.
+    precision: Of the matrices of a GGUF file (default: f16).
 
     \b
     Examples:

@@ -42,21 +42,15 @@ if TYPE_CHECKING:
 def train(
     ctx: Context,
     subject: Subject,
-    settings: list[str] = Argument([], help="section.key=value ..."),
-    config: Path | None = Option(None, help="A TOML file of settings."),
-    seed: int | None = Option(None, help="Seed of data order and sampling."),
+    settings: list[str] = Argument([]),
+    config: Path | None = None,
+    seed: int | None = None,
     run: NewRun = None,
-    resume: Path | None = Option(None, help="Continue the run in this directory; settings change those of the run."),
-    server: str | None = Option(
-        None, help="Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent."
-    ),
+    resume: Path | None = None,
+    server: str | None = None,
     token: Token = None,
-    dry_run: bool = Option(
-        False, "--dry-run", help="Check everything short of training: imports, tasks, a few rollouts; then exit."
-    ),
-    print_config: bool = Option(
-        False, "--print-config", help="Print all settings with their explanations as TOML and exit."
-    ),
+    dry_run: bool = False,
+    print_config: bool = False,
 ) -> Result | None:
     """Train an agent on tasks, and measure the gain on tasks it has not seen.
 
@@ -75,6 +69,14 @@ def train(
       runner.concurrency=32          rollouts at the same time
       evaluation.every=10            steps between validations
     All settings with their meaning: agl train --print-config
+
+    settings: section.key=value ...
+    config: A TOML file of settings.
+    seed: Seed of data order and sampling.
+    resume: Continue the run in this directory; settings change those of the run.
+    server: Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent.
+    dry_run: Check everything short of training: imports, tasks, a few rollouts; then exit.
+    print_config: Print all settings with their explanations as TOML and exit.
 
     \b
     Examples:
@@ -132,20 +134,26 @@ SHORTCUTS = {"data": "data.train", "model": "policy.model", "seed": "run.seed"}
 class Recorded:
     """What is learned from, and as which run, by every verb that learns from recorded sessions."""
 
-    settings: list[str] = Argument([], help="setting=value ...")
+    settings: list[str] = Argument([])
+    """setting=value ..."""
     model: Model = None
-    store: str | None = Option(None, help="A SQLite file, postgresql://... or the URL of `agl serve`.")
+    store: str | None = None
+    """A SQLite file, postgresql://... or the URL of `agl serve`."""
     reward_weights: RewardWeights = None
-    target_agent: str | None = Option(None, help="Only calls of agents whose whole name matches are learned from.")
-    eval_agent: str | None = Option(None, help="module:name of an agent to measure on --held-out before and after.")
-    held_out: str | None = Option(None, help="Tasks to measure on: a JSONL, JSON, CSV or Parquet file.")
+    target_agent: str | None = None
+    """Only calls of agents whose whole name matches are learned from."""
+    eval_agent: str | None = None
+    """module:name of an agent to measure on --held-out before and after."""
+    held_out: str | None = None
+    """Tasks to measure on: a JSONL, JSON, CSV or Parquet file."""
     reward: Reward = None
-    seed: int = Option(0, help="Seed of the order of the data.")
+    seed: int = 0
+    """Seed of the order of the data."""
     run: NewRun = None
-    checkpoint_every: int | None = Option(None, min=1, help="Updates between checkpoints (default: 20).")
-    resume: Path | None = Option(
-        None, help="Continue the run in this directory, with the settings and the data it has."
-    )
+    checkpoint_every: int | None = Option(None, min=1)
+    """Updates between checkpoints (default: 20)."""
+    resume: Path | None = None
+    """Continue the run in this directory, with the settings and the data it has."""
 
     @cached_property
     def sessions(self) -> LightningStore | None:
@@ -179,23 +187,28 @@ class Recorded:
 def sft(
     ctx: Context,
     *,
-    data: str | None = Option(None, help="Conversations: a JSONL, JSON, CSV or Parquet file."),
+    data: str | None = None,
     given: Recorded,
-    validation: str | None = Option(None, help="Conversations to measure the loss on."),
-    threshold: float = Option(0.5, help="With --store: sessions with at least this reward."),
-    best_of: int | None = Option(None, help="With --store: at most so many sessions of a task."),
-    pass_rate: tuple[float, float] | None = Option(
-        None, help="With --store: only tasks solved in this share of sessions."
-    ),
-    duplicates: bool = Option(False, "--duplicates", help="With --store: keep equal sessions."),
-    self_verified: bool = Option(
-        False, "--self-verified", help="With --store: sessions that agree with the majority of their task."
-    ),
-    out: Path | None = Option(None, help="Also write the model to this directory."),
+    validation: str | None = None,
+    threshold: float = 0.5,
+    best_of: int | None = None,
+    pass_rate: tuple[float, float] | None = None,
+    duplicates: bool = False,
+    self_verified: bool = False,
+    out: Path | None = None,
 ) -> Result:
     """Supervised learning on conversations, or on the successful sessions of a store.
 
     Settings are those of agl.config.SFTConfig, for example epochs=2, optimizer.lr=1e-5 or lora.r=16.
+
+    data: Conversations: a JSONL, JSON, CSV or Parquet file.
+    validation: Conversations to measure the loss on.
+    threshold: With --store: sessions with at least this reward.
+    best_of: With --store: at most so many sessions of a task.
+    pass_rate: With --store: only tasks solved in this share of sessions.
+    duplicates: With --store: keep equal sessions.
+    self_verified: With --store: sessions that agree with the majority of their task.
+    out: Also write the model to this directory.
 
     \b
     Examples:
@@ -226,15 +239,12 @@ def sft(
     return given.learn("sft", algorithm, data, ctx.obj)
 
 
-def dpo(
-    ctx: Context,
-    *,
-    data: str | None = Option(None, help="Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file."),
-    given: Recorded,
-) -> Result:
+def dpo(ctx: Context, *, data: str | None = None, given: Recorded) -> Result:
     """Learn from preferences between recorded sessions of a task, or from pairs in a file: DPO, IPO, KTO or SimPO.
 
     Settings are those of agl.config.DPOConfig, for example loss=ipo, pairs=branches, steps=50 or optimizer.lr=1e-6.
+
+    data: Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file.
 
     \b
     Examples:
@@ -259,18 +269,16 @@ def dpo(
 
 
 def demo(
-    ctx: Context,
-    model: str = Option(
-        TINY, help="A pretrained model: smollm2-135m, or any other as for agl train. tiny: one made on the spot."
-    ),
-    seed: int = Option(0, help="Seed of the problems, the starting policy and the sampling."),
-    steps: int | None = Option(None, min=1, help="Steps of reinforcement learning."),
-    run: NewRun = None,
+    ctx: Context, model: str = TINY, seed: int = 0, steps: int | None = Option(None, min=1), run: NewRun = None
 ) -> Result:
     """Train an agent by reinforcement learning on this machine: two cores, no GPU.
 
     The model is made on the spot, without a download, and learns to call a calculator. A pretrained model learns to
     read customers' messages.
+
+    model: A pretrained model: smollm2-135m, or any other as for agl train. tiny: one made on the spot.
+    seed: Seed of the problems, the starting policy and the sampling.
+    steps: Steps of reinforcement learning.
 
     \b
     Examples:
