@@ -32,11 +32,13 @@ from agentlightning.cli.options import (
     Run,
     Token,
     database_name,
+    get_json,
     open_named,
     run_or_newest,
 )
 from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes, writing
-from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
+from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError
+from agentlightning.util.event_loop import run_sync
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
 from agentlightning.util.progress import duration, rewards_line
 
@@ -67,16 +69,13 @@ def status(
     from agentlightning.dashboard.data.run_files import open_run, status_record
 
     if target is not None and target.startswith(SERVERS):
-        record, rewards = remote_status(target, token, name)
-        after = []
-    else:
-        run = run_or_newest(None if target is None else Path(target))
-        if name is not None:
-            raise ConfigError(
-                f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out"
-            )
-        record, rewards = status_record(open_run(run))
-        after = [agl(*LOOK.get(record["status"], ("dashboard",)), run)]
+        record, rewards = run_sync(remote_status(target, token, name))
+        return Result(record, _status_lines(record, rewards))
+    run = run_or_newest(None if target is None else Path(target))
+    if name is not None:
+        raise ConfigError(f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out")
+    record, rewards = status_record(open_run(run))
+    after = [agl(*LOOK.get(record["status"], ("dashboard",)), run)]
     return Result(record, _status_lines(record, rewards), after)
 
 
@@ -110,25 +109,22 @@ def _status_lines(record: dict[str, Any], rewards: list[float | None]) -> Iterat
 # -- of a server elsewhere --------------------------------------------------------------------------------------------
 
 
-TIMEOUT = 30.0
-
-
-def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
+async def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
     """The state of a run as `status_record` gives it, and its rewards by step. `link`: the address of a server, or
     the link of its dashboard, which may hold the token. `name`: which of its runs; None: a running one, else the
     newest.
 
     Raises ServerError, StoreAuthError or NotFoundError."""
     base, token = server_of(link, token)
-    known = [each for each in get_page(base, token, "/runs")["runs"] if each["kind"] == "run" and not each.get("error")]
-    if not known:
+    listed: list[dict[str, Any]] = (await get_json(base, "/dashboard/api/runs", token))["runs"]
+    listed.sort(key=lambda each: each["state"] != "running")
+    names = [each["name"] for each in listed if each["kind"] == "run" and not each.get("error")]
+    if not names:
         raise NotFoundError(f"the server {base} shows no run; start it with --runs DIRECTORY")
-    names = [each["name"] for each in known]
-    running = [each["name"] for each in known if each["state"] == "running"]
-    chosen = [*running, *names][0] if name is None else name
+    chosen = names[0] if name is None else name
     if chosen not in names:
         raise NotFoundError(f"the server {base} has no run {name!r}; it has: {', '.join(names)}")
-    found = get_page(base, token, f"/runs/{quote(chosen, safe='')}/status")
+    found = await get_json(base, f"/dashboard/api/runs/{quote(chosen, safe='')}/status", token)
     return {**found["status"], "run_dir": f"{base} {chosen}"}, found["rewards"]
 
 
@@ -136,24 +132,6 @@ def server_of(link: str, token: str | None) -> tuple[str, str | None]:
     """The address of a server, and its token: of what a link of its dashboard says, unless one is given."""
     address, _, fragment = link.partition("#")
     return "/".join(address.partition("?")[0].split("/")[:3]), token or parse_qs(fragment).get("token", [None])[0]
-
-
-def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:
-    """The JSON of a page of a server's dashboard. Raises ServerError or StoreAuthError."""
-    import httpx
-
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    try:
-        response = httpx.get(f"{server}/dashboard/api{path}", headers=headers, timeout=TIMEOUT)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServerError(f"the server {server} cannot be reached: {error or type(error).__name__}") from error
-    if response.status_code == 401:
-        problem = "does not accept this access token" if token else "requires its access token"
-        raise StoreAuthError(f"the server {server} {problem}; set AGL_TOKEN, or give --token")
-    try:
-        return response.raise_for_status().json()
-    except (httpx.HTTPStatusError, ValueError) as error:
-        raise ServerError(f"{server} has no dashboard that can be read: {error}") from error
 
 
 # -- agl report -------------------------------------------------------------------------------------------------------
@@ -213,23 +191,15 @@ def doctor(run: Run = None) -> Result:
     failed = agl("store", "list", run=found.run_dir, status="failed")
     other = agl("train", resume=found.run_dir) if "ended" in found.warnings else agl("dashboard", found.run_dir)
     after = [failed if found.failures else other]
-    state = found.state
-    record = {
-        "run_dir": str(found.run_dir),
-        "status": found.status,
-        "healthy": found.is_healthy,
-        "steps": found.steps,
-        "rollouts": state.rollouts,
-        "failed_rollouts": state.failed_rollouts,
-        "rollbacks": state.rollbacks,
-        "signs": [
-            asdict(each.sign) | {"since": each.since, "until": each.until, "count": each.count} for each in found.signs
-        ],
-        "warnings": dict(found.warnings),
-        "failures": [asdict(each) for each in found.failures],
-        "damaged_lines": list(found.damaged_lines),
-        "notes": list(found.notes),
-    }
+    signs = [
+        asdict(each.sign) | {"since": each.since, "until": each.until, "count": each.count} for each in found.signs
+    ]
+    record: dict[str, Any] = {"run_dir": str(found.run_dir), "healthy": found.is_healthy, "signs": signs}
+    for source, names in (
+        (found, ("status", "steps", "warnings", "failures", "damaged_lines", "notes")),
+        (found.state, ("rollouts", "failed_rollouts", "rollbacks")),
+    ):
+        record |= {name: getattr(source, name) for name in names}
     return Result(record, _findings_lines(found), after, not found.is_healthy)
 
 
@@ -292,7 +262,7 @@ async def dashboard(
         raise ConfigError(f"--demo shows recorded runs, and {target!r} is none of them; leave one of them out")
     if target is not None and target.startswith(SERVERS):
         base, token = server_of(target, token)
-        get_page(base, token, "/runs")
+        await get_json(base, "/dashboard/api/runs", token)
         _show_link(f"{base}/dashboard", token, browser, ctx.obj)
         return
     with StopSignals() as signals:  # so that one leaves no files of a demo behind

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 from typer import Argument, Option
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import AgentLightningError, ConfigError, ServerError, StoreAuthError, StoreError
+from agentlightning.rollouts import RolloutMode, RolloutStatus
+from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE, LightningStore, store_url
+from agentlightning.store.types import Retention
 
 if TYPE_CHECKING:
+    from agentlightning.config import TrainConfig
     from agentlightning.engine.base import Engine
     from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.store.base import LightningStoreBase
     from agentlightning.store.sql.store import SqlStore
-    from agentlightning.store.types import Retention
 
 
 Agent = Annotated[str | None, Option(help="module:name, path/file.py:name, or a command line in any language.")]
@@ -83,7 +85,7 @@ class AnyStore:
         """The store that is named."""
         return self.store
 
-    def open(self, create: bool = False) -> AbstractAsyncContextManager[LightningStoreBase]:
+    def open(self, create: bool = False) -> AbstractAsyncContextManager[LightningStore]:
         return open_named(self.place, self.token, create)
 
 
@@ -98,8 +100,6 @@ class StoreOfRun(AnyStore):
     def place(self) -> str | None:
         """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either,
         that of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
-        from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
-
         if self.run is None:
             named = self.store is not None or os.environ.get(STORE_VARIABLE)
             if named or Path(DEFAULT_STORE).exists() or not any(RUNS.glob("*/store.db")):
@@ -125,8 +125,6 @@ class Filter:
 
     def query(self) -> dict[str, Any]:
         """For the queries of a store. Raises ConfigError for what is no status, or no mode."""
-        from agentlightning.rollouts import RolloutMode, RolloutStatus
-
         for name, allowed in (("status", get_args(RolloutStatus)), ("mode", get_args(RolloutMode))):
             for value in vars(self)[name]:
                 if value not in allowed:
@@ -139,6 +137,8 @@ class Filter:
 
 RETRY_SECONDS = 3.0
 """How long calls are retried if no server answers; the user can repeat the command."""
+TIMEOUT = 30.0
+"""How long an answer of a server is waited for, in seconds."""
 SERVERS = ("http://", "https://")
 DATABASES = ("postgresql:", "postgres:", "postgresql+")
 RUNS = Path("runs")
@@ -173,14 +173,11 @@ def overrides(named: Mapping[str, object], settings: Sequence[str]) -> list[str]
 
 def database_name(db: str | None) -> str:
     """What `--store` names, or what is opened without it; to be shown."""
-    from agentlightning.store.base import store_url
-
     return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", str(store_url(db)))  # without the password
 
 
 def store_file(store: str | None) -> Path | None:
     """The file of a store; None for one in memory, in a database or on a server."""
-    from agentlightning.store.base import store_url
     from agentlightning.store.sql.sqlite import locate
 
     place = str(store_url(store))
@@ -190,22 +187,18 @@ def store_file(store: str | None) -> Path | None:
 @asynccontextmanager
 async def open_named(
     store: str | None, token: str | None = None, create: bool = False
-) -> AsyncGenerator[LightningStoreBase]:
+) -> AsyncGenerator[LightningStore]:
     """Open a database, which must exist unless `create`, or the store of a server."""
-    from agentlightning.store import LightningStore
-    from agentlightning.store.base import store_url
-    from agentlightning.store.http.client import LightningStoreClient
-    from agentlightning.store.sql.sqlite import locate
-
-    place = str(store_url(store))
+    place, path = str(store_url(store)), store_file(store)
     if place.startswith(SERVERS):
+        from agentlightning.store.http.client import LightningStoreClient
+
         opened = LightningStoreClient(place, token, patience=RETRY_SECONDS)
     else:
-        if not place.startswith(DATABASES):
-            if (path := locate(place)) is None:
-                raise ConfigError("an in-memory store ends with its process; give --store PATH or URL")
-            if not (create or path.exists()):
-                raise ConfigError(f"there is no store at {path}; give --store PATH or URL")
+        if path is None and not place.startswith(DATABASES):
+            raise ConfigError("an in-memory store ends with its process; give --store PATH or URL")
+        if path is not None and not (create or path.exists()):
+            raise ConfigError(f"there is no store at {path}; give --store PATH or URL")
         opened = LightningStore(place)
     try:
         yield opened
@@ -223,36 +216,26 @@ def open_store(db: str | None) -> SqlStore:
         raise ConfigError(str(error)) from error
 
 
-def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] | None:
-    """The weights of the dimensions of a reward: those of the option, else those of the run whose directory or store is
-    `place`, or of the settings file that it is. None: there are none. Raises ConfigError for a text that is no table of
-    numbers."""
+def weights_of(text: str | None, of: TrainConfig | str | Path | None) -> dict[str, float] | None:
+    """The weights of the dimensions of a reward: those of the option, else those of the settings, or of the run whose
+    directory or store is named. None: there are none. Raises ConfigError for a text that is no table of numbers."""
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.algorithms.lightning_rl import LightningRLConfig
-    from agentlightning.config import TrainConfig
     from agentlightning.training.persistence.run_dir import settings_of_run
     from agentlightning.util.settings import load_settings
 
     if text is not None:
         return load_settings(LightningRLConfig, overrides=[f"reward_weights={text}"]).reward_weights
-    if place is None:
-        return None
-    path = Path(place)
-    directory = path.parent if path.is_file() else path
-    if place == CONFIG_FILE:
-        known = load_settings(TrainConfig, toml=CONFIG_FILE)
-    elif (directory / "config.toml").exists():
-        known = settings_of_run(directory)
-    else:
-        return None
-    found = make_algorithm(known.algorithm).reward_weights
-    return None if found is None else dict(found)
+    if isinstance(of, str | Path):
+        path = Path(of)
+        directory = path.parent if path.is_file() else path
+        of = settings_of_run(directory) if (directory / "config.toml").exists() else None
+    found = of and make_algorithm(of.algorithm).reward_weights
+    return dict(found) if found else None
 
 
 def file_beside_store(store: str | None, suffix: str) -> Path:
     """The path of the database with a suffix; that of the default database if the store is not a file."""
-    from agentlightning.store.base import DEFAULT_STORE
-
     path = store_file(store) or store_file(DEFAULT_STORE)
     assert path is not None
     return path.with_name(path.name + suffix)
@@ -284,15 +267,30 @@ async def open_engines(models: Sequence[str], routing: GatewayConfig, stack: Asy
     return engines | await open_models(routing.models, stack)
 
 
-async def has_model(server: str, token: str | None) -> bool:
-    """Whether the server has a model, or routes to one."""
+async def get_json(server: str, path: str, token: str | None) -> dict[str, Any]:
+    """What a server answers. Raises ServerError or StoreAuthError."""
     import httpx
 
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    with suppress(httpx.HTTPError, ValueError, AttributeError):
-        async with httpx.AsyncClient(timeout=10, headers=headers) as client:
-            models = (await client.get(f"{server}/v1/models")).raise_for_status().json()
-            return bool(models.get("data") or models.get("patterns"))
+    try:
+        async with httpx.AsyncClient(timeout=TIMEOUT, headers=headers) as client:
+            response = await client.get(server + path)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerError(f"the server {server} cannot be reached: {error or type(error).__name__}") from error
+    if response.status_code == 401:
+        problem = "does not accept this access token" if token else "requires its access token"
+        raise StoreAuthError(f"the server {server} {problem}; set AGL_TOKEN, or give --token")
+    try:
+        return response.raise_for_status().json()
+    except (httpx.HTTPStatusError, ValueError) as error:
+        raise ServerError(f"{server}{path} cannot be read: {error}") from error
+
+
+async def has_model(server: str, token: str | None) -> bool:
+    """Whether the server has a model, or routes to one."""
+    with suppress(AgentLightningError, AttributeError):
+        models = await get_json(server, "/v1/models", token)
+        return bool(models.get("data") or models.get("patterns"))
     return False
 
 
@@ -301,8 +299,8 @@ async def has_model(server: str, token: str | None) -> bool:
 
 _QUANTITY = re.compile(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-POWERS = {name: power for power, letter in enumerate("kmgt", 1) for name in (f"{letter}b", f"{letter}ib")}
-BYTES = {"": 1, "b": 1, **{name: (1024 if "i" in name else 1000) ** power for name, power in POWERS.items()}}
+POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+BYTES = {"": 1} | {f"{name}{i}b": base**n for name, n in POWERS.items() for i, base in (("", 1000), ("i", 1024))}
 
 
 def read_duration(text: str) -> float:
@@ -329,8 +327,6 @@ def _read_quantity(text: str, units: Mapping[str, float], what: str) -> float:
 def retention_from(max_age_seconds: float | None, keep: int | None, max_size: str | None) -> Retention | None:
     """The retention policy for an age, a number of rollouts and a size; None where nothing is limited. Raises
     ConfigError for text that is no size."""
-    from agentlightning.store.types import Retention
-
     if max_age_seconds is None and keep is None and max_size is None:
         return None
     return Retention(max_age_seconds, keep, None if max_size is None else read_size(max_size))
