@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import RenderableType
@@ -29,17 +29,19 @@ from agentlightning.cli.options import (
     weights_of,
 )
 from agentlightning.cli.output import Result, agl
+from agentlightning.credit.rejection import count_reasons
 from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.rollouts import RolloutMode
+from agentlightning.trajectory import Trajectory
 from agentlightning.util.json_values import loads
 from agentlightning.util.progress import Progress
+from agentlightning.util.settings import load_settings
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
     from agentlightning.evaluation.credit_comparison import CreditComparison
     from agentlightning.evaluation.evaluation import Evaluation
     from agentlightning.rescorer import Rescoring
-    from agentlightning.rollouts import RolloutMode
-    from agentlightning.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def evaluate(
         # A run may have been served by runners elsewhere; an evaluation has its own.
         runner=known.runner.model_copy(update={"hosts": max(1, known.runner.hosts), "queue": None}),
         mode="sampled" if sampled else "greedy",
-        reward_weights=weights_of(reward_weights, run or config),
+        reward_weights=weights_of(reward_weights, known),
         repeats=2 * repeats if aa else repeats,
         failed=failed_as,
         resources=resources,
@@ -149,7 +151,6 @@ def _subject(
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
     from agentlightning.training.persistence.run_dir import settings_of_run
-    from agentlightning.util.settings import load_settings
 
     data, model = given.data, given.model
     if run is None:
@@ -213,9 +214,7 @@ def evaluation_record(result: Evaluation, aa: bool) -> dict[str, Any]:
         record["comparison"] = asdict(result.comparison) | {"significant": result.comparison.significant}
     record["advice"] = evaluation_advice(result)
     if aa:
-        found = result.null_test()
-        smallest = None if math.isinf(found.smallest_gain) else found.smallest_gain
-        record["aa"] = asdict(found) | {"smallest_gain": smallest}
+        record["aa"] = asdict(result.null_test())
     return record
 
 
@@ -226,9 +225,8 @@ def evaluation_advice(result: Evaluation) -> list[str]:
         found.append(f"{result.missing} of {len(result.rewards)} tasks have no reward; `reasons` counts why")
     if len(set(result.known)) == 1 and result.comparison is None:
         reward = result.known[0]
-        way = "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
-        if reward >= 1:
-            way = "use harder tasks"
+        easier = "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
+        way = "use harder tasks" if reward >= 1 else easier
         found.append(
             f"all {len(result.known)} rewards are {reward:g}, and reinforcement learning learns from differences:"
             f" {way}; --sampled shows whether rollouts of one task differ"
@@ -241,10 +239,9 @@ def evaluation_advice(result: Evaluation) -> list[str]:
 
 
 def _measured(result: Evaluation) -> dict[str, Any]:
-    counts = {"tasks": len(result.rewards), "measured": len(result.known)}
-    if not result.known:
-        return {"reward": None, "score": None, "interval": None, **counts}
-    return {"reward": result.mean, "score": result.score, "interval": list(result.interval), **counts}
+    numbers = (result.mean, result.score, result.interval) if result.known else (None, None, None)
+    found = dict(zip(("reward", "score", "interval"), numbers, strict=True))
+    return found | {"tasks": len(result.rewards), "measured": len(result.known)}
 
 
 def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
@@ -392,7 +389,7 @@ async def compare_rules(
     earlier: str | None = Argument(None, hidden=True),
     rules: list[str] = Option([], "--rule"),
     groups: int = Option(128, min=1),
-    mode: Literal["train", "val", "test"] | None = None,
+    mode: RolloutMode | None = None,
     target_agent: str | None = None,
     reward_weights: RewardWeights = None,
 ) -> Result:
@@ -434,7 +431,6 @@ async def _read_groups(
 ) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
-    from agentlightning.credit.rejection import count_reasons
     from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader, find_groups
 
     async with store.open() as opened:

@@ -183,10 +183,10 @@ class Program(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        known = {name for verbs in GROUPS.values() for name in verbs}
-        others = dict.fromkeys(sorted(plugin_names("commands") - known), ("", None))
+        self.verbs = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()}
+        others = dict.fromkeys(sorted(plugin_names("commands") - self.verbs.keys()), ("", None))
+        self.verbs |= others
         self.groups = {**GROUPS, "Extensions": others}
-        self.verbs = {name: verb for verbs in self.groups.values() for name, verb in verbs.items()}
         for name, (_, text) in self.verbs.items():
             self.add_command(TyperCommand(name, short_help=text))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -21,6 +22,7 @@ from agentlightning.errors import AgentLightningError, ConfigError, ServerError,
 from agentlightning.rollouts import RolloutMode, RolloutStatus
 from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE, LightningStore, store_url
 from agentlightning.store.types import Retention
+from agentlightning.util.settings import load_settings
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
@@ -50,17 +52,6 @@ class Subject:
     model: Model = None
 
 
-Models = Annotated[
-    list[str] | None,
-    Option("--model", help="[NAME=]MODEL (a directory, .gguf file, short or hub name, or tiny); repeatable."),
-]
-Routes = Annotated[
-    Path | None, Option(help="A TOML or JSON file that maps calls to models and providers, and sets budgets.")
-]
-Database = Annotated[
-    str | None,
-    Option("--store", help="A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)"),
-]
 Run = Annotated[Path | None, Argument(metavar="RUN", help="The directory of a run (default: the newest below runs).")]
 GivenStore = Annotated[str | None, Option("--store", help="The store of the run, where it was given one.")]
 NewRun = Annotated[Path | None, Option("--run", help="The directory of the new run (default: runs/<time>).")]
@@ -70,6 +61,56 @@ RewardWeights = Annotated[
 ]
 Token = Annotated[str | None, Option(envvar="AGL_TOKEN", help="The access token of the server.")]
 LogFormat = Annotated[Literal["text", "json"], Option(help="Format of the log on stderr.")]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The store that a server of this process writes to, and the models that it has."""
+
+    store: str | None = None
+    """A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)"""
+    token: str | None = Option(None, envvar="AGL_TOKEN")
+    """The access token of the server."""
+    models: list[str] | None = Option(None, "--model")
+    """[NAME=]MODEL (a directory, .gguf file, short or hub name, or tiny); repeatable."""
+    routes: Path | None = None
+    """A TOML or JSON file that maps calls to models and providers, and sets budgets."""
+
+    @cached_property
+    def routing(self) -> GatewayConfig:
+        """The configuration in the file of `--routes`."""
+        from agentlightning.gateway.config import GatewayConfig
+
+        return load_settings(GatewayConfig, toml=self.routes)
+
+    def open_store(self) -> SqlStore:
+        """Open the database. Raises ConfigError if that fails."""
+        from agentlightning.store.sql.store import SqlStore
+
+        try:
+            return SqlStore(self.store)
+        except StoreError as error:
+            raise ConfigError(str(error)) from error
+
+    def beside_store(self, suffix: str) -> Path:
+        """The path of the database with a suffix; that of the default database if the store is not a file."""
+        path = store_file(self.store) or Path(DEFAULT_STORE).absolute()
+        return path.with_name(path.name + suffix)
+
+    async def open_engines(self, routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
+        """Open the models of `--model [NAME=]MODEL`, named after their directory or file by default, and those that the
+        configuration names. `tiny` is a new model with random weights. The stack closes them."""
+        if not (self.models or routing.models):
+            return {}
+        from agentlightning.policy.open import directory_of, open_models
+
+        named: dict[str, Any] = {}
+        for model in self.models or ():
+            name, equals, path = model.partition("=")
+            if not equals:
+                name, path = Path(model).name.removesuffix(".gguf"), model
+            named[name] = await directory_of(path, stack)
+        return await open_models(named | routing.models, stack)
 
 
 @dataclass(frozen=True)
@@ -206,23 +247,12 @@ async def open_named(
         await opened.close()
 
 
-def open_store(db: str | None) -> SqlStore:
-    """Open the database of `--store`. Raises ConfigError if that fails."""
-    from agentlightning.store.sql.store import SqlStore
-
-    try:
-        return SqlStore(db)
-    except StoreError as error:
-        raise ConfigError(str(error)) from error
-
-
 def weights_of(text: str | None, of: TrainConfig | str | Path | None) -> dict[str, float] | None:
     """The weights of the dimensions of a reward: those of the option, else those of the settings, or of the run whose
     directory or store is named. None: there are none. Raises ConfigError for a text that is no table of numbers."""
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.algorithms.lightning_rl import LightningRLConfig
     from agentlightning.training.persistence.run_dir import settings_of_run
-    from agentlightning.util.settings import load_settings
 
     if text is not None:
         return load_settings(LightningRLConfig, overrides=[f"reward_weights={text}"]).reward_weights
@@ -234,47 +264,13 @@ def weights_of(text: str | None, of: TrainConfig | str | Path | None) -> dict[st
     return dict(found) if found else None
 
 
-def file_beside_store(store: str | None, suffix: str) -> Path:
-    """The path of the database with a suffix; that of the default database if the store is not a file."""
-    path = store_file(store) or store_file(DEFAULT_STORE)
-    assert path is not None
-    return path.with_name(path.name + suffix)
-
-
-def read_routing(path: Path | None) -> GatewayConfig:
-    """The configuration in the file of `--routes`."""
-    from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.util.settings import load_settings
-
-    return load_settings(GatewayConfig, toml=path)
-
-
-async def open_engines(models: Sequence[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
-    """Open the models of `--model [NAME=]MODEL`, named after their directory or file by default, and those that the
-    routes file names. `tiny` is a new model with random weights. The stack closes them."""
-    if not (models or routing.models):
-        return {}
-    from agentlightning.policy.open import directory_of, open_frozen, open_models
-
-    engines: dict[str, Engine] = {}
-    for model in models:
-        name, equals, path = model.partition("=")
-        if not equals:
-            name, path = Path(model).name.removesuffix(".gguf"), model
-        policy = await open_frozen(name, await directory_of(path, stack))
-        stack.push_async_callback(policy.close)
-        engines[policy.model] = policy
-    return engines | await open_models(routing.models, stack)
-
-
-async def get_json(server: str, path: str, token: str | None) -> dict[str, Any]:
+def get_json(server: str, path: str, token: str | None) -> dict[str, Any]:
     """What a server answers. Raises ServerError or StoreAuthError."""
     import httpx
 
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        async with httpx.AsyncClient(timeout=TIMEOUT, headers=headers) as client:
-            response = await client.get(server + path)
+        response = httpx.get(server + path, headers=headers, timeout=TIMEOUT)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"the server {server} cannot be reached: {error or type(error).__name__}") from error
     if response.status_code == 401:
@@ -289,7 +285,7 @@ async def get_json(server: str, path: str, token: str | None) -> dict[str, Any]:
 async def has_model(server: str, token: str | None) -> bool:
     """Whether the server has a model, or routes to one."""
     with suppress(AgentLightningError, AttributeError):
-        models = await get_json(server, "/v1/models", token)
+        models = await asyncio.to_thread(get_json, server, "/v1/models", token)
         return bool(models.get("data") or models.get("patterns"))
     return False
 

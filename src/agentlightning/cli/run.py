@@ -16,38 +16,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import orjson
+import uvloop
 from typer import Argument, Context, Option
 
 from agentlightning.attempt_address import attempt_path, attempt_secret
-from agentlightning.cli.options import (
-    SERVERS,
-    Database,
-    Models,
-    Routes,
-    Token,
-    database_name,
-    file_beside_store,
-    has_model,
-    hide_token,
-    open_engines,
-    open_store,
-    read_routing,
-)
+from agentlightning.attempt_variables import agent_process_environment, attempt_environment, worker_environment
+from agentlightning.cli.options import SERVERS, Serving, database_name, has_model, hide_token
 from agentlightning.cli.output import Result, agl, plain_console
 from agentlightning.errors import AgentError, AgentTimeoutError, ConfigError, Failure, RewardError, StoreError
+from agentlightning.ingest.agent_events import read_event
+from agentlightning.rollouts import AttemptedRollout, AttemptStatus, RolloutMode
+from agentlightning.runner.agents.agent import load_object
+from agentlightning.runner.agents.arguments import Invocation, RewardFunction
+from agentlightning.runner.agents.command import describe_exit, task_variable
+from agentlightning.runner.agents.spec import function_spec
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.tracing.rewards import check_reward, find_final_reward
+from agentlightning.trajectory import Reward as RewardValue
 from agentlightning.util.event_loop import in_background, result_of
 from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
-    from agentlightning.rollouts import AttemptedRollout, AttemptStatus
-    from agentlightning.runner.agents.arguments import RewardFunction
     from agentlightning.server.app import Server
-    from agentlightning.span import Span
-    from agentlightning.store.base import LightningStoreBase
-    from agentlightning.trajectory import Reward as RewardValue
 
 
 LEASE_SECONDS = 30.0
@@ -64,19 +57,13 @@ NO_CALLS = (
 )
 NO_REWARD = "no reward was recorded: give --reward file.py:function, or a number"
 
-Mode = Literal["train", "val", "test"] | None
-
 
 @dataclass(frozen=True)
-class TargetOptions:
+class TargetOptions(Serving):
     """Where the rollout is recorded, and who answers its calls."""
 
-    models: Models = None
-    routes: Routes = None
     server: str | None = None
     """A server that records the rollout and answers its calls."""
-    token: Token = None
-    store: Database = None
 
     async def open(self, stack: AsyncExitStack) -> RecordingTarget:
         """A server elsewhere, or a store and a private server: it can be used only with its random token or the key of
@@ -93,14 +80,13 @@ class TargetOptions:
         from agentlightning.server.serve import serve
         from agentlightning.training.environment_providers import inherited_config
 
-        config = None if self.models else inherited_config(os.environ)
-        if self.routes is not None:
-            config = read_routing(self.routes)
-        engines = await open_engines(self.models or (), config or GatewayConfig(), stack)
+        inherited = None if self.models else inherited_config(os.environ)
+        config = inherited if self.routes is None else self.routing
+        engines = await self.open_engines(config or GatewayConfig(), stack)
         first, token = next(iter(engines), None), secrets.token_urlsafe(24)
-        store, secret = open_store(self.store), attempt_secret(token)
+        store, secret = self.open_store(), attempt_secret(token)
         stack.push_async_callback(store.close)
-        spent = file_beside_store(self.store, ".spent")
+        spent = self.beside_store(".spent")
         serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
         server = await stack.enter_async_context(serving)
         redirect = first is not None or config is not None
@@ -115,7 +101,7 @@ def run(
     task: str | None = None,
     task_file: Path | None = Option(None, "--input"),
     reward: str | None = None,
-    mode: Mode = None,
+    mode: RolloutMode | None = None,
     timeout: float | None = Option(None, min=0.001),
 ) -> Result:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
@@ -135,7 +121,6 @@ def run(
       agl run -- python agent.py
       agl run --model smollm2-135m --task '{"n": 3}' --reward reward.py:score -- node agent.mjs
     """
-    import uvloop
 
     hide_token()
     given = _task(task, task_file)
@@ -150,34 +135,25 @@ def run(
 
 
 def _task(text: str | None, file: Path | None) -> Any:
-    if text is not None and file is not None:
-        raise ConfigError("--task and --input both give the task; leave out one of them")
     if file is not None:
+        if text is not None:
+            raise ConfigError("--task and --input both give the task; leave out one of them")
         try:
             text = file.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--input {file} cannot be read: {error}") from error
-    if text is None:
-        return None
     try:
-        return loads(text)
-    except orjson.JSONDecodeError:
+        return None if text is None else loads(text)
+    except ValueError:
         return text
 
 
-def _reward(text: str) -> float | RewardFunction:
-    from agentlightning.runner.agents.agent import load_object
-    from agentlightning.runner.agents.arguments import RewardFunction
-    from agentlightning.runner.agents.spec import function_spec
-    from agentlightning.tracing.rewards import check_reward
-
+def _reward(text: str) -> RewardValue | RewardFunction:
     try:
         number = float(text)
     except ValueError:
         return RewardFunction.of(load_object(function_spec(text), "reward"))
-    checked = check_reward(number, "--reward")
-    assert isinstance(checked, float)
-    return checked
+    return check_reward(number, "--reward")
 
 
 # -- the recording target ----------------------------------------------------------------------------------------------
@@ -207,8 +183,8 @@ async def _run(
     command: Sequence[str],
     where: TargetOptions,
     task: Any,
-    reward: float | RewardFunction | None,
-    mode: Mode,
+    reward: RewardValue | RewardFunction | None,
+    mode: RolloutMode | None,
     timeout: float | None,
 ) -> dict[str, Any]:
     if shutil.which(command[0]) is None:
@@ -223,11 +199,12 @@ async def _run(
             metadata={"source": "agl run", "command": shlex.join(shown_command)},
             worker_id=worker_id,
         )
-        ids = started.rollout_id, started.attempt.attempt_id
         await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
         await stack.enter_async_context(in_background(_send_heartbeats(store, worker_id)))
-        words = _redirected(command, target, *ids) if target.redirect else command
-        environment, has_function = _environment(target, *ids, worker_id, task), not isinstance(reward, float | None)
+        words = _redirected(command, target, *started.ids) if target.redirect else command
+        environment, has_function = _environment(target, started, worker_id), isinstance(reward, RewardFunction)
+        if task is not None:
+            environment |= task_variable(task)
         began = time.monotonic()
         code, error, output = await run_command(words, environment, timeout, keep_output=has_function)
         if reward is not None and (error is None or not has_function):
@@ -241,17 +218,16 @@ async def _run(
         metadata: dict[str, Any] = {"exit_code": code}
         if error is not None:
             metadata["error"] = asdict(Failure.of(error.with_traceback(None)))
-        status: AttemptStatus = "succeeded" if error is None else "failed"
-        if isinstance(error, AgentTimeoutError):
-            status = "timeout"
-        await store.update_attempt(*ids, status=status, metadata=metadata)
+        timed_out = isinstance(error, AgentTimeoutError)
+        status: AttemptStatus = "succeeded" if error is None else "timeout" if timed_out else "failed"
+        await store.update_attempt(*started.ids, status=status, metadata=metadata)
         found = {
-            "rollout_id": ids[0],
-            "attempt_id": ids[1],
+            "rollout_id": started.rollout_id,
+            "attempt_id": started.attempt.attempt_id,
             "status": status,
             "exit_code": code,
             "seconds": round(seconds, 3),
-            **_recorded(await store.query_spans(*ids)),
+            **_recorded(await store.query_spans(*started.ids)),
             "store": target.name,
             "redirected": target.redirect,
             "error": None if error is None else str(error),
@@ -267,48 +243,34 @@ async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
 
 
 async def record_reward(
-    reward: float | RewardFunction, store: LightningStoreBase, started: AttemptedRollout, output: bytes
+    reward: RewardValue | RewardFunction, store: LightningStoreBase, started: AttemptedRollout, output: bytes
 ) -> None:
     """Record the reward of --reward. Raises AgentError where a function gives none."""
-    from agentlightning.ingest.agent_events import read_event
-    from agentlightning.runner.agents.arguments import Invocation
-    from agentlightning.tracing.rewards import check_reward
-
-    value: RewardValue
-    if isinstance(reward, float | int):
-        value = reward
-    else:
+    if isinstance(reward, RewardFunction):
         try:
             # In a thread: a function that calls a model must not block the heartbeat and our server.
-            call = Invocation(started, {}, {}, started.input)
-            result = await asyncio.to_thread(reward.start, call, output.decode(errors="replace"))
-            value = check_reward(await result_of(result), reward.source)
+            call = Invocation(started, task=started.input)
+            given = await asyncio.to_thread(reward.start, call, output.decode(errors="replace"))
+            reward = check_reward(await result_of(given), reward.source)
         except (AgentError, RewardError) as failure:
             raise AgentError(str(failure)) from None
         except Exception as failure:  # noqa: BLE001  the boundary to a user's function
             raise AgentError(f"{reward.source} raised {type(failure).__name__}: {failure}") from None
-    event = dumps({"event_type": "reward", "data": {"value": value}})
-    await store.add_span(read_event(event, started.rollout_id, started.attempt.attempt_id))
+    event = dumps({"event_type": "reward", "data": {"value": reward}})
+    await store.add_span(read_event(event, *started.ids))
 
 
-def _environment(
-    target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str, task: Any
-) -> dict[str, str]:
-    from agentlightning.attempt_variables import agent_process_environment, attempt_environment, worker_environment
+def _environment(target: RecordingTarget, started: AttemptedRollout, worker_id: str) -> dict[str, str]:
     from agentlightning.gateway.callers import keep_keys
 
     environment = agent_process_environment(os.environ)
-    environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
+    environment |= attempt_environment(target.url, target.secret, *started.ids, redirect=target.redirect)
     if target.redirect:
         environment |= worker_environment(target.url, target.secret, worker_id)
         keep_keys(environment, target.url, os.environ)
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
-    if task is None:
-        return environment
-    from agentlightning.runner.agents.command import task_variable
-
-    return environment | task_variable(task)
+    return environment
 
 
 def _redirected(command: Sequence[str], target: RecordingTarget, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
@@ -323,12 +285,10 @@ def _redirected(command: Sequence[str], target: RecordingTarget, rollout_id: str
 
 def _without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """The command with the values of secret environment variables replaced by the names of these variables."""
-    hidden = {
-        value: name for name, value in environment.items() if len(value) >= 8 and name.upper().endswith(SECRET_ENDINGS)
-    }
     result = list(words)
-    for value, name in hidden.items():
-        result = [word.replace(value, f"${name}") for word in result]
+    for name, value in environment.items():
+        if len(value) >= 8 and name.upper().endswith(SECRET_ENDINGS):
+            result = [word.replace(value, f"${name}") for word in result]
     return result
 
 
@@ -338,7 +298,6 @@ def _without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> li
 def _recorded(spans: Sequence[Span]) -> dict[str, Any]:
     """What was recorded."""
     from agentlightning import span as names
-    from agentlightning.tracing.rewards import find_final_reward
 
     calls = [span for span in spans if names.ATTRIBUTION in span.attributes]
 
@@ -457,8 +416,6 @@ async def run_command(
         for number in FORWARDED:
             loop.remove_signal_handler(number)
     if code and error is None:
-        from agentlightning.runner.agents.command import describe_exit
-
         error = AgentError(f"{words[0]} {describe_exit(code)}")
     return 128 - code if code < 0 else code, error, bytes(output)
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
-from msgspec import structs
+from msgspec import to_builtins
 from rich.filesize import decimal
 from typer import Argument, Context, Option
 
@@ -28,14 +28,13 @@ from agentlightning.cli.options import (
     weights_of,
 )
 from agentlightning.cli.output import Output, Result, agl, writing
+from agentlightning.dashboard.data.rollouts import RolloutSummary, Summaries, rollout_lines
 from agentlightning.errors import ConfigError
 from agentlightning.models import Precision
+from agentlightning.store.export import export_store, import_store
+from agentlightning.store.export.copy import check_source
+from agentlightning.store.types import Pruned, Queue
 from agentlightning.util.progress import Progress
-
-if TYPE_CHECKING:
-    from agentlightning.dashboard.data.rollouts import RolloutSummary
-    from agentlightning.store.types import Pruned, Queue
-
 
 # -- stats -----------------------------------------------------------------------------------------------------------
 
@@ -51,7 +50,7 @@ async def stats(store: StoreOfRun) -> Result:
     async with store.open() as opened:
         counts = await opened.statistics()
         queues = await opened.query_queues()
-    record = {"statistics": counts, "queues": [asdict(queue) for queue in queues]}
+    record = {"statistics": counts, "queues": queues}
     return Result(record, _counts(counts, queues), [agl("store", "list", store=store.place)])
 
 
@@ -65,7 +64,6 @@ async def show(store: StoreOfRun, rollout_id: str | None = Argument(None)) -> Re
       agl store show
       agl store show ro-01a2 --run runs/first
     """
-    from agentlightning.dashboard.data.rollouts import rollout_lines
 
     async with store.open() as opened:
         rollouts = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
@@ -105,7 +103,6 @@ async def list_rollouts(
       agl store list --run runs/first --status failed
       agl store list --sort reward --limit 5
     """
-    from agentlightning.dashboard.data.rollouts import Summaries
 
     query, read = chosen.query(), limit if sort == "newest" else MOST_READ
     async with store.open() as opened:
@@ -260,8 +257,6 @@ async def export_(
       agl store export train.jsonl --store hub.db --mode train --status succeeded
     """
 
-    from agentlightning.store.export import export_store
-
     with Progress() as progress:
         async with store.open() as opened:
             progress.phase("exporting rollouts")
@@ -297,9 +292,6 @@ async def import_(store: AnyStore, file: Path = Argument()) -> Result:
       agl store import rollouts.jsonl.gz
       agl store import train.jsonl --store copy.db
     """
-
-    from agentlightning.store.export import import_store
-    from agentlightning.store.export.copy import check_source
 
     check_source(file)  # before a database is created for it
     with Progress() as progress:
@@ -367,23 +359,18 @@ async def export(
         if out is not None and not overwrite and path.exists():
             raise ConfigError(f"{path} exists; give another --out, or --overwrite")
     if to == "hf" or to == "gguf-ready" or to == "gguf":
-        only = {
-            "--min-reward": min_reward,
-            "--target-agent": target_agent,
-            "--store": store,
-            "--reward-weights": reward_weights,
-        }
-        if unused := [name for name, value in only.items() if value is not None]:
+        names = ("--min-reward", "--target-agent", "--store", "--reward-weights")
+        values = (min_reward, target_agent, store, reward_weights)
+        if unused := [name for name, value in zip(names, values, strict=True) if value is not None]:
             raise ConfigError(f"{', '.join(unused)} select rollouts, and --to {to} writes weights; leave them out")
         with writing(path):
-            weights = export_weights(run, to, path, precision or "f16")
-        found = {"path": str(path), "files": list(weights.files), "merged": weights.merged}
+            written = export_weights(run, to, path, precision or "f16")
         after = agl("serve", "--allow-unattributed", model=path)
     else:
         selection = Selection(min_reward, target_agent, weights_of(reward_weights, run))
         with writing(path):
-            rows = await export_dataset(run, to, path, selection, store)
-        found = structs.asdict(rows) | {"path": str(path)}
+            written = await export_dataset(run, to, path, selection, store)
         learning = {"openai-jsonl": "sft", "dpo-jsonl": "dpo"}.get(to)
         after = agl(learning, model="tiny", data=path) if learning else agl("report", run)
+    found = to_builtins(written, enc_hook=str)
     return Result(found, [f"{key}: {value}" for key, value in found.items()], [after])
