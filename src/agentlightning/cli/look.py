@@ -38,6 +38,7 @@ from agentlightning.cli.options import (
 )
 from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes, writing
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError
+from agentlightning.util.event_loop import run_sync
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
 from agentlightning.util.progress import duration, rewards_line
 
@@ -68,7 +69,7 @@ def status(
     from agentlightning.dashboard.data.run_files import open_run, status_record
 
     if target is not None and target.startswith(SERVERS):
-        record, rewards = remote_status(target, token, name)
+        record, rewards = run_sync(remote_status(target, token, name))
         return Result(record, _status_lines(record, rewards))
     run = run_or_newest(None if target is None else Path(target))
     if name is not None:
@@ -108,14 +109,14 @@ def _status_lines(record: dict[str, Any], rewards: list[float | None]) -> Iterat
 # -- of a server elsewhere --------------------------------------------------------------------------------------------
 
 
-def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
+async def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
     """The state of a run as `status_record` gives it, and its rewards by step. `link`: the address of a server, or
     the link of its dashboard, which may hold the token. `name`: which of its runs; None: a running one, else the
     newest.
 
     Raises ServerError, StoreAuthError or NotFoundError."""
     base, token = server_of(link, token)
-    listed: list[dict[str, Any]] = get_json(base, "/dashboard/api/runs", token)["runs"]
+    listed: list[dict[str, Any]] = (await get_json(base, "/dashboard/api/runs", token))["runs"]
     listed.sort(key=lambda each: each["state"] != "running")
     names = [each["name"] for each in listed if each["kind"] == "run" and not each.get("error")]
     if not names:
@@ -123,7 +124,7 @@ def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[
     chosen = names[0] if name is None else name
     if chosen not in names:
         raise NotFoundError(f"the server {base} has no run {name!r}; it has: {', '.join(names)}")
-    found = get_json(base, f"/dashboard/api/runs/{quote(chosen, safe='')}/status", token)
+    found = await get_json(base, f"/dashboard/api/runs/{quote(chosen, safe='')}/status", token)
     return {**found["status"], "run_dir": f"{base} {chosen}"}, found["rewards"]
 
 
@@ -261,7 +262,7 @@ async def dashboard(
         raise ConfigError(f"--demo shows recorded runs, and {target!r} is none of them; leave one of them out")
     if target is not None and target.startswith(SERVERS):
         base, token = server_of(target, token)
-        get_json(base, "/dashboard/api/runs", token)
+        await get_json(base, "/dashboard/api/runs", token)
         _show_link(f"{base}/dashboard", token, browser, ctx.obj)
         return
     with StopSignals() as signals:  # so that one leaves no files of a demo behind

@@ -78,8 +78,8 @@ def as_command(verb: Callable[..., Any]) -> Callable[..., Any]:
     texts, groups, all_of = dict(line.findall(doc)), dict[str, Any](), list[inspect.Parameter]()
     for name, each in own.items():
         if is_dataclass(each.annotation):
-            group = groups[name] = each.annotation
-            below, options = field_texts(group), inspect.signature(groups[name], eval_str=True).parameters
+            groups[name], below = each.annotation, field_texts(each.annotation)
+            options = inspect.signature(groups[name], eval_str=True).parameters
             all_of += [_described(option, below.get(field)) for field, option in options.items()]
         else:
             all_of.append(_described(each, texts.get(name)))

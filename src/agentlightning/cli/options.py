@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import json
 import os
@@ -178,7 +177,7 @@ class Filter:
 
 RETRY_SECONDS = 3.0
 """How long calls are retried if no server answers; the user can repeat the command."""
-TIMEOUT = 30.0
+TIMEOUT = 20.0
 """How long an answer of a server is waited for, in seconds."""
 SERVERS = ("http://", "https://")
 DATABASES = ("postgresql:", "postgres:", "postgresql+")
@@ -264,13 +263,14 @@ def weights_of(text: str | None, of: TrainConfig | str | Path | None) -> dict[st
     return dict(found) if found else None
 
 
-def get_json(server: str, path: str, token: str | None) -> dict[str, Any]:
+async def get_json(server: str, path: str, token: str | None) -> dict[str, Any]:
     """What a server answers. Raises ServerError or StoreAuthError."""
     import httpx
 
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        response = httpx.get(server + path, headers=headers, timeout=TIMEOUT)
+        async with httpx.AsyncClient(timeout=TIMEOUT, headers=headers) as client:
+            response = await client.get(server + path)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"the server {server} cannot be reached: {error or type(error).__name__}") from error
     if response.status_code == 401:
@@ -285,7 +285,7 @@ def get_json(server: str, path: str, token: str | None) -> dict[str, Any]:
 async def has_model(server: str, token: str | None) -> bool:
     """Whether the server has a model, or routes to one."""
     with suppress(AgentLightningError, AttributeError):
-        models = await asyncio.to_thread(get_json, server, "/v1/models", token)
+        models = await get_json(server, "/v1/models", token)
         return bool(models.get("data") or models.get("patterns"))
     return False
 

@@ -111,15 +111,8 @@ KINDS = {
 def files_of(kind: Kind) -> dict[str, str]:
     """The files of a folder for this kind of agent, by name."""
     tasks, demonstrations = _make_records()
-    values = {
-        "agent": kind.agent,
-        "concurrency": kind.concurrency,
-        "kind": kind.about,
-        "tasks": len(tasks),
-        "demonstrations": len(demonstrations),
-        "install": f"pip install {' '.join(kind.packages.values())}\n" if kind.packages else "",
-        "advice": kind.advice,
-    }
+    values: dict[str, Any] = {"kind": kind, "tasks": len(tasks), "demonstrations": len(demonstrations)}
+    values["install"] = f"pip install {' '.join(kind.packages.values())}\n" if kind.packages else ""
     return {
         "agent.py": _template(f"{kind.name}/agent.py.txt"),
         "reward.py": _template("shared/reward.py.txt"),
