@@ -219,9 +219,8 @@ class Program(TyperGroup):
             raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for title, names in self.groups.items():
-            verbs: Any = [self.commands[name] for name in names]
-            verbs = [verb if verb.short_help else self.load(verb.name) for verb in verbs]
+        for title, known in self.groups.items():
+            verbs: Any = [self.commands[name] if text else self.load(name) for name, (_, text) in known.items()]
             if rows := [(verb.name, verb.get_short_help_str(60)) for verb in verbs if not verb.hidden]:
                 with formatter.section(title):
                     formatter.write_dl(rows)

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -422,19 +422,16 @@ async def run_command(
 
 async def _terminate(process: asyncio.subprocess.Process) -> int:
     """Terminate the command and its descendants: SIGTERM, and SIGKILL after the grace period."""
-    tree = {process.pid, *descendants(process.pid)}
-    _signal(tree, signal.SIGTERM)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(GRACE_SECONDS):
-            await process.wait()
-    _signal(tree.union(descendants(process.pid)), signal.SIGKILL)
+    tree = {process.pid}
+    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
+        tree.update(descendants(process.pid))
+        for pid in tree:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await process.wait()
     return await process.wait()
-
-
-def _signal(pids: Iterable[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:
