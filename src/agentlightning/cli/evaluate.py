@@ -328,7 +328,6 @@ async def rescore(
       agl rescore --reward new_reward.py:score --run runs/first --dry-run
       agl rescore --reward new_reward.py:score --store hub.db --mode train --task '{"level": 3}'
     """
-
     from agentlightning.rescorer import rescore_async
     from agentlightning.training.persistence.run_dir import read_state
 

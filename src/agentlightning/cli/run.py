@@ -121,7 +121,6 @@ def run(
       agl run -- python agent.py
       agl run --model smollm2-135m --task '{"n": 3}' --reward reward.py:score -- node agent.mjs
     """
-
     hide_token()
     given = _task(task, task_file)
     score = None if reward is None else _reward(reward)

@@ -163,7 +163,6 @@ def serve(ctx: Context, options: Options) -> None:
       agl serve --model runs/first/checkpoint --allow-unattributed
       AGL_TOKEN=... agl serve --host 0.0.0.0 --store postgresql://agl@db/agl
     """
-
     from agentlightning.observability import logs
 
     logs.configure(options.log_format, secret=options.token)
@@ -175,7 +174,6 @@ def serve(ctx: Context, options: Options) -> None:
 
 async def _serve(options: Options, output: Output, process: ServerProcess | None = None) -> None:
     """Serve until stopped. `process`: as one of several, which their parent announces."""
-
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         server = await _open(options, stack, process)
@@ -198,7 +196,6 @@ async def _serve(options: Options, output: Output, process: ServerProcess | None
 
 def _serve_in_processes(options: Options, output: Output) -> int:
     """Serve in several processes until stopped; the exit status."""
-
     from agentlightning.server.app import url_of
     from agentlightning.server.processes import Processes
 
@@ -490,7 +487,6 @@ def _server_url(server: str | None) -> str:
 
 def _job_template(path: Path, agent: str | None, api: str | None, start_seconds: float) -> AgentLike:
     """The agent whose attempts are Jobs. Raises ConfigError."""
-
     command = None if agent is None else agent_spec(agent)
     if command is not None and not isinstance(command, CommandLine):
         raise ConfigError(f"--agent {agent} is Python; with --job it is the command of the container, in any language")

@@ -64,7 +64,6 @@ async def show(store: StoreOfRun, rollout_id: str | None = Argument(None)) -> Re
       agl store show
       agl store show ro-01a2 --run runs/first
     """
-
     async with store.open() as opened:
         rollouts = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
         rollout = next((each for each in rollouts if each.rollout_id.startswith(rollout_id or "")), None)
@@ -103,7 +102,6 @@ async def list_rollouts(
       agl store list --run runs/first --status failed
       agl store list --sort reward --limit 5
     """
-
     query, read = chosen.query(), limit if sort == "newest" else MOST_READ
     async with store.open() as opened:
         matching = await opened.count_rollouts(**query)
@@ -176,7 +174,6 @@ async def prune(
       agl store prune --older-than 30d --dry-run
       agl store prune --store hub.db --keep 100000 --yes
     """
-
     from agentlightning.training.persistence.run_dir import rollouts_in_use
 
     output: Output = ctx.obj
@@ -256,7 +253,6 @@ async def export_(
       agl store export rollouts.jsonl.gz --run runs/first
       agl store export train.jsonl --store hub.db --mode train --status succeeded
     """
-
     with Progress() as progress:
         async with store.open() as opened:
             progress.phase("exporting rollouts")
@@ -292,7 +288,6 @@ async def import_(store: AnyStore, file: Path = Argument()) -> Result:
       agl store import rollouts.jsonl.gz
       agl store import train.jsonl --store copy.db
     """
-
     check_source(file)  # before a database is created for it
     with Progress() as progress:
         async with store.open(create=True) as opened:
