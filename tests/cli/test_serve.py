@@ -93,8 +93,8 @@ def test_a_size_that_is_none_is_refused(invoke):
         (("--token", ""), {"token": None, "require_key": False}),
         (("--adopt-traces",), {"adopt_traces": True}),
         (("--host", "localhost", "--port", "4711"), {"host": "localhost", "port": 4711}),
-        (("--allow-host", "hub", "--allow-host", "hub.lan"), {"allowed_hosts": ("hub", "hub.lan")}),
-        (("--allow-origin", "https://site"), {"allowed_origins": ("https://site",)}),
+        (("--allow-host", "hub", "--allow-host", "hub.lan"), {"allowed_hosts": ["hub", "hub.lan"]}),
+        (("--allow-origin", "https://site"), {"allowed_origins": ["https://site"]}),
     ],
 )
 def test_every_option_of_the_server_reaches_it(invoke, monkeypatch, words, given):

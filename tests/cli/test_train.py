@@ -48,7 +48,7 @@ def test_printing_the_settings_imports_no_torch_and_no_part_of_a_run():
         (["data.train=5"], "should be a file of tasks"),
         (["--config", "missing.toml"], "no settings file 'missing.toml'"),
         (["--resume", "missing"], "missing holds no run"),
-        (["--resume", "missing", "--run", "other"], "leave out --run other"),
+        (["--resume", "missing", "--run", "other"], "continues missing with its own settings"),
         (["--server", "not-a-url"], "not-a-url"),
     ],
 )

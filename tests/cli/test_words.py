@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from agentlightning.cli.main import EARLIER, GROUPS, LazyVerb, build
+from agentlightning.cli.main import EARLIER, GROUPS, build
 from agentlightning.config import TrainConfig
 from agentlightning.util.settings import load_settings
 
@@ -25,8 +25,8 @@ AGL = str(Path(sys.executable).parent / "agl")
 def verbs() -> Iterator[tuple[str, Any]]:
     """Each verb with its name below `agl`."""
     program: Any = get_command(build())
-    for name, found in program.commands.items():
-        loaded = found.load() if isinstance(found, LazyVerb) else found
+    for name in program.commands:
+        loaded = program.load(name)
         below = getattr(loaded, "commands", {"": loaded})
         yield from ((f"{name} {each}".strip(), verb) for each, verb in below.items())
 
@@ -84,6 +84,12 @@ def test_every_verb_has_two_examples_that_the_program_understands(name: str) -> 
         assert f"agl {name}" in example
         if "runs/*" not in example:
             parsed(example)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_option_says_what_it_is(name: str) -> None:
+    assert not [each.name for each in VERBS[name].params if not each.help and not each.hidden]
+    assert not re.search(r"^\w+: ", VERBS[name].help, re.MULTILINE)
 
 
 def test_the_help_of_training_names_settings_that_exist() -> None:
@@ -145,9 +151,9 @@ def test_the_earlier_name_of_an_option_works_and_is_said_to_have_a_new_one(
 ) -> None:
     assert parsed(now) == parsed(before)
     renamed = [line for line in capsys.readouterr().err.splitlines() if line]
-    earlier = {new: old for new, old in EARLIER.items() if f" {old} " in before or f" {old}=" in before}
-    used = {new: old for new, old in earlier.items() if f" {new}" in now.partition(" -- ")[0]}
-    assert set(renamed) == {f"{old} is called {new} now" for new, old in used.items()}
+    earlier = {old: new for old, new in EARLIER.items() if f" {old} " in before or f" {old}=" in before}
+    used = {old: new for old, new in earlier.items() if f" {new}" in now.partition(" -- ")[0]}
+    assert set(renamed) == {f"{old} is called {new} now" for old, new in used.items()}
 
 
 def test_the_options_of_a_command_that_is_run_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,6 @@ from agentlightning.cli.main import build
 
 def check_command(words):
     """Parse a command line without running it. Raises a UsageError for what `agl` does not know."""
-    verb = typer.main.get_command(build()).commands[words[0]]
+    verb = typer.main.get_command(build()).load(words[0])
     with verb.make_context(words[0], list(words[1:])):
         pass

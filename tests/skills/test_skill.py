@@ -91,7 +91,7 @@ def test_every_command_and_option_of_the_skill_exists() -> None:
     for words in commands():
         if words == ["--version"]:
             continue
-        verb = program.commands[words[0]].load()
+        verb = program.load(words[0])
         if hasattr(verb, "commands"):
             verb = verb.commands[words[1]]
         known = {option for parameter in verb.params for option in parameter.opts}

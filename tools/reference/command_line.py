@@ -9,7 +9,7 @@ from typing import Any
 
 import typer.main
 
-from agentlightning.cli.main import LazyVerb, build
+from agentlightning.cli.main import Program, build
 from tools.reference.docstrings import cell, code
 from tools.reference.python_names import MADE
 
@@ -36,7 +36,7 @@ def verbs() -> Iterator[tuple[str, Any]]:
 
 def _below(group: Any, path: str) -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
-        command = command.load() if isinstance(command, LazyVerb) else command
+        command = group.load(name) if isinstance(group, Program) else command
         if hasattr(command, "commands"):
             yield from _below(command, f"{path} {name}".strip())
         else:

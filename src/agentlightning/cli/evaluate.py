@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import RenderableType
@@ -29,59 +29,69 @@ from agentlightning.cli.options import (
     weights_of,
 )
 from agentlightning.cli.output import Result, agl
+from agentlightning.credit.rejection import count_reasons
 from agentlightning.errors import ConfigError, DatasetError
+from agentlightning.rollouts import RolloutMode
+from agentlightning.trajectory import Trajectory
 from agentlightning.util.json_values import loads
 from agentlightning.util.progress import Progress
+from agentlightning.util.settings import load_settings
 
 if TYPE_CHECKING:
     from agentlightning.config import TrainConfig
     from agentlightning.evaluation.credit_comparison import CreditComparison
     from agentlightning.evaluation.evaluation import Evaluation
     from agentlightning.rescorer import Rescoring
-    from agentlightning.rollouts import RolloutMode
-    from agentlightning.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of `agl eval` that are those of `agl.evaluate`."""
 
-    limit: int | None = Option(None, min=1, help="Only the first tasks.")
-    bounds: tuple[float, float] | None = Option(
-        None, help="The lowest and the highest reward possible, if not 0 and 1."
-    )
-    slices: list[str] = Option([], "--slice", help="Also show the result by this field of tasks; repeatable.")
-    compare: Path | None = Option(None, help="Compare with an earlier evaluation of these tasks, a file of --out.")
-    cache: Path | None = Option(None, help="Keep rollouts in this directory, and run none twice; continues there.")
-    trained_on: str | None = Option(None, help="Tasks that the agent has learned from: none may be evaluated.")
-    concurrency: int | None = Option(None, min=1, help="Rollouts to run at the same time (default: 64).")
+    limit: int | None = Option(None, min=1)
+    """Only the first tasks."""
+    bounds: tuple[float, float] | None = None
+    """The lowest and the highest reward possible, if not 0 and 1."""
+    slices: list[str] = Option([], "--slice")
+    """Also show the result by this field of tasks; repeatable."""
+    compare: Path | None = None
+    """Compare with an earlier evaluation of these tasks, a file of --out."""
+    cache: Path | None = None
+    """Keep rollouts in this directory, and run none twice; continues there."""
+    trained_on: str | None = None
+    """Tasks that the agent has learned from: none may be evaluated."""
+    concurrency: int | None = Option(None, min=1)
+    """Rollouts to run at the same time (default: 64)."""
 
 
 def evaluate(
     ctx: Context,
     *,
     subject: Subject,
-    settings: list[str] = Argument([], help="runner.key=value, prompts.NAME=TEXT ..."),
-    run: Path | None = Option(
-        None,
-        help="Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where"
-        " neither --agent nor --data nor --env is given; before the first run, the settings of agl.toml).",
-    ),
-    sampled: bool = Option(False, "--sampled", help="Sample at temperature 1, not greedily."),
+    settings: list[str] = Argument([]),
+    run: Path | None = None,
+    sampled: bool = False,
     options: Options,
     reward_weights: RewardWeights = None,
-    repeats: int = Option(1, min=1, help="Rollouts of each task."),
-    failed: str = Option("lowest", help="How rollouts without a reward count: lowest, exclude, or a reward such as 0."),
-    aa: bool = Option(
-        False, "--aa", help="Run twice, and compare the agent with itself: what differences chance makes."
-    ),
-    out: Path | None = Option(None, help="Write the evaluation to this JSON file."),
+    repeats: int = Option(1, min=1),
+    failed: str = "lowest",
+    aa: bool = False,
+    out: Path | None = None,
 ) -> Result:
     """Measure an agent: its mean reward on tasks, with a 95% confidence interval.
 
     Settings say how the agent is run, as in agl train: runner.timeout_seconds=30, 'runner.env={QUESTION = "question"}',
     and which prompts it is given: prompts.NAME=TEXT. Of a run, they are those of the run. Where no agent is named and
     there is no run yet, those of agl.toml in the current directory are used, and its agent, reward, tasks and model.
+
+    settings: runner.key=value, prompts.NAME=TEXT ...
+    run: Take agent, held-out tasks, weights and prompts from this run (default: the newest below runs, where neither
+        --agent nor --data nor --env is given; before the first run, the settings of agl.toml).
+    sampled: Sample at temperature 1, not greedily.
+    repeats: Rollouts of each task.
+    failed: How rollouts without a reward count: lowest, exclude, or a reward such as 0.
+    aa: Run twice, and compare the agent with itself: what differences chance makes.
+    out: Write the evaluation to this JSON file.
 
     \b
     Examples:
@@ -117,7 +127,7 @@ def evaluate(
         # A run may have been served by runners elsewhere; an evaluation has its own.
         runner=known.runner.model_copy(update={"hosts": max(1, known.runner.hosts), "queue": None}),
         mode="sampled" if sampled else "greedy",
-        reward_weights=weights_of(reward_weights, run or config),
+        reward_weights=weights_of(reward_weights, known),
         repeats=2 * repeats if aa else repeats,
         failed=failed_as,
         resources=resources,
@@ -141,7 +151,6 @@ def _subject(
     from agentlightning.training.export import checkpoint_of, holds_weights
     from agentlightning.training.persistence.checkpoints import read_resources
     from agentlightning.training.persistence.run_dir import settings_of_run
-    from agentlightning.util.settings import load_settings
 
     data, model = given.data, given.model
     if run is None:
@@ -205,9 +214,7 @@ def evaluation_record(result: Evaluation, aa: bool) -> dict[str, Any]:
         record["comparison"] = asdict(result.comparison) | {"significant": result.comparison.significant}
     record["advice"] = evaluation_advice(result)
     if aa:
-        found = result.null_test()
-        smallest = None if math.isinf(found.smallest_gain) else found.smallest_gain
-        record["aa"] = asdict(found) | {"smallest_gain": smallest}
+        record["aa"] = asdict(result.null_test())
     return record
 
 
@@ -218,9 +225,8 @@ def evaluation_advice(result: Evaluation) -> list[str]:
         found.append(f"{result.missing} of {len(result.rewards)} tasks have no reward; `reasons` counts why")
     if len(set(result.known)) == 1 and result.comparison is None:
         reward = result.known[0]
-        way = "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
-        if reward >= 1:
-            way = "use harder tasks"
+        easier = "use easier tasks, a reward with partial credit, or `agl sft` on demonstrations first"
+        way = "use harder tasks" if reward >= 1 else easier
         found.append(
             f"all {len(result.known)} rewards are {reward:g}, and reinforcement learning learns from differences:"
             f" {way}; --sampled shows whether rollouts of one task differ"
@@ -233,10 +239,9 @@ def evaluation_advice(result: Evaluation) -> list[str]:
 
 
 def _measured(result: Evaluation) -> dict[str, Any]:
-    counts = {"tasks": len(result.rewards), "measured": len(result.known)}
-    if not result.known:
-        return {"reward": None, "score": None, "interval": None, **counts}
-    return {"reward": result.mean, "score": result.score, "interval": list(result.interval), **counts}
+    numbers = (result.mean, result.score, result.interval) if result.known else (None, None, None)
+    found = dict(zip(("reward", "score", "interval"), numbers, strict=True))
+    return found | {"tasks": len(result.rewards), "measured": len(result.known)}
 
 
 def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
@@ -249,11 +254,13 @@ def _passes(result: Evaluation) -> list[tuple[int, float, float]]:
 # -- agl compare ------------------------------------------------------------------------------------------------------
 
 
-def compare_runs(runs: list[Path] = Argument(help="The directories of finished runs.")) -> Result:
+def compare_runs(runs: list[Path] = Argument()) -> Result:
     """Compare configurations over seeds: mean and 95% interval of the held-out reward, and of their difference.
 
     Runs whose settings differ in the seed alone are one configuration. The first one named is what the others are
     compared with: seed by seed where all have the same seeds.
+
+    runs: The directories of finished runs.
 
     \b
     Examples:
@@ -300,23 +307,27 @@ async def rescore(
     ctx: Context,
     *,
     reward: Reward = None,
-    run: str | None = Option(None, help="A run directory, or part of the rollout id."),
+    run: str | None = None,
     store: AnyStore,
     chosen: Filter,
-    task: str | None = Option(None, help="JSON: a task, or some of its keys with their values."),
-    concurrency: int = Option(8, min=1, help="Rollouts to score at the same time."),
-    dry_run: bool = Option(False, "--dry-run", help="Score and report, but write nothing."),
+    task: str | None = None,
+    concurrency: int = Option(8, min=1),
+    dry_run: bool = False,
 ) -> Result:
     """Apply a new reward function to stored rollouts.
 
     Each gets a new final reward; earlier ones stay recorded. Without --status: rollouts that succeeded.
+
+    run: A run directory, or part of the rollout id.
+    task: JSON: a task, or some of its keys with their values.
+    concurrency: Rollouts to score at the same time.
+    dry_run: Score and report, but write nothing.
 
     \b
     Examples:
       agl rescore --reward new_reward.py:score --run runs/first --dry-run
       agl rescore --reward new_reward.py:score --store hub.db --mode train --task '{"level": 3}'
     """
-
     from agentlightning.rescorer import rescore_async
     from agentlightning.training.persistence.run_dir import read_state
 
@@ -374,18 +385,22 @@ def _rescoring_lines(result: Rescoring) -> Iterator[str]:
 
 async def compare_rules(
     store: StoreOfRun,
-    earlier: str | None = Argument(None, help="The earlier form of --store.", hidden=True),
-    rules: list[str] = Option(
-        [], "--rule", help="A rule's name, or JSON with its type and settings; repeatable (default: all rules)."
-    ),
-    groups: int = Option(128, min=1, help="Use at most this number of groups of two rollouts or more, the newest."),
-    mode: Literal["train", "val", "test"] | None = Option(None, help="Only rollouts of this mode."),
-    target_agent: str | None = Option(None, help="Only calls of agents whose name matches."),
+    earlier: str | None = Argument(None, hidden=True),
+    rules: list[str] = Option([], "--rule"),
+    groups: int = Option(128, min=1),
+    mode: RolloutMode | None = None,
+    target_agent: str | None = None,
     reward_weights: RewardWeights = None,
 ) -> Result:
     """Estimate how many rollouts each credit rule needs until its gradient shows more signal than noise.
 
     Reads the groups of a store (rollouts of one task each); nothing is trained and no model is needed.
+
+    earlier: The earlier form of --store.
+    rules: A rule's name, or JSON with its type and settings; repeatable (default: all rules).
+    groups: Use at most this number of groups of two rollouts or more, the newest.
+    mode: Only rollouts of this mode.
+    target_agent: Only calls of agents whose name matches.
 
     \b
     Examples:
@@ -415,7 +430,6 @@ async def _read_groups(
 ) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
-    from agentlightning.credit.rejection import count_reasons
     from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader, find_groups
 
     async with store.open() as opened:

@@ -32,11 +32,13 @@ from agentlightning.cli.options import (
     Run,
     Token,
     database_name,
+    get_json,
     open_named,
     run_or_newest,
 )
 from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes, writing
-from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError, StoreAuthError
+from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, ServerError
+from agentlightning.util.event_loop import run_sync
 from agentlightning.util.plugins import PACKAGE, Registry, announced, described, installed, load
 from agentlightning.util.progress import duration, rewards_line
 
@@ -50,16 +52,13 @@ LOOK = {"finished": ("report",), "unfinished": ("train", "--resume")}
 
 
 def status(
-    target: str | None = Argument(
-        None,
-        metavar="RUN",
-        help="The directory of a run (running, finished or crashed; default: the newest below runs), or the address of"
-        " a server that shows it: the link of its dashboard.",
-    ),
-    name: str | None = Option(None, "--run", help="Of a server: which of its runs. Default: the running one."),
-    token: Token = None,
+    target: str | None = Argument(None, metavar="RUN"), name: str | None = Option(None, "--run"), token: Token = None
 ) -> Result:
     """Say how far a training run is: its step, reward, validation, speed, failures and warnings.
+
+    target: The directory of a run (running, finished or crashed; default: the newest below runs), or the address of a
+        server that shows it: the link of its dashboard.
+    name: Of a server: which of its runs. Default: the running one.
 
     \b
     Examples:
@@ -70,16 +69,13 @@ def status(
     from agentlightning.dashboard.data.run_files import open_run, status_record
 
     if target is not None and target.startswith(SERVERS):
-        record, rewards = remote_status(target, token, name)
-        after = []
-    else:
-        run = run_or_newest(None if target is None else Path(target))
-        if name is not None:
-            raise ConfigError(
-                f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out"
-            )
-        record, rewards = status_record(open_run(run))
-        after = [agl(*LOOK.get(record["status"], ("dashboard",)), run)]
+        record, rewards = run_sync(remote_status(target, token, name))
+        return Result(record, _status_lines(record, rewards))
+    run = run_or_newest(None if target is None else Path(target))
+    if name is not None:
+        raise ConfigError(f"--run {name} chooses among the runs of a server, and {run} is a directory; leave it out")
+    record, rewards = status_record(open_run(run))
+    after = [agl(*LOOK.get(record["status"], ("dashboard",)), run)]
     return Result(record, _status_lines(record, rewards), after)
 
 
@@ -113,25 +109,22 @@ def _status_lines(record: dict[str, Any], rewards: list[float | None]) -> Iterat
 # -- of a server elsewhere --------------------------------------------------------------------------------------------
 
 
-TIMEOUT = 30.0
-
-
-def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
+async def remote_status(link: str, token: str | None, name: str | None) -> tuple[dict[str, Any], list[float | None]]:
     """The state of a run as `status_record` gives it, and its rewards by step. `link`: the address of a server, or
     the link of its dashboard, which may hold the token. `name`: which of its runs; None: a running one, else the
     newest.
 
     Raises ServerError, StoreAuthError or NotFoundError."""
     base, token = server_of(link, token)
-    known = [each for each in get_page(base, token, "/runs")["runs"] if each["kind"] == "run" and not each.get("error")]
-    if not known:
+    listed: list[dict[str, Any]] = (await get_json(base, "/dashboard/api/runs", token))["runs"]
+    listed.sort(key=lambda each: each["state"] != "running")
+    names = [each["name"] for each in listed if each["kind"] == "run" and not each.get("error")]
+    if not names:
         raise NotFoundError(f"the server {base} shows no run; start it with --runs DIRECTORY")
-    names = [each["name"] for each in known]
-    running = [each["name"] for each in known if each["state"] == "running"]
-    chosen = [*running, *names][0] if name is None else name
+    chosen = names[0] if name is None else name
     if chosen not in names:
         raise NotFoundError(f"the server {base} has no run {name!r}; it has: {', '.join(names)}")
-    found = get_page(base, token, f"/runs/{quote(chosen, safe='')}/status")
+    found = await get_json(base, f"/dashboard/api/runs/{quote(chosen, safe='')}/status", token)
     return {**found["status"], "run_dir": f"{base} {chosen}"}, found["rewards"]
 
 
@@ -141,35 +134,21 @@ def server_of(link: str, token: str | None) -> tuple[str, str | None]:
     return "/".join(address.partition("?")[0].split("/")[:3]), token or parse_qs(fragment).get("token", [None])[0]
 
 
-def get_page(server: str, token: str | None, path: str) -> dict[str, Any]:
-    """The JSON of a page of a server's dashboard. Raises ServerError or StoreAuthError."""
-    import httpx
-
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    try:
-        response = httpx.get(f"{server}/dashboard/api{path}", headers=headers, timeout=TIMEOUT)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServerError(f"the server {server} cannot be reached: {error or type(error).__name__}") from error
-    if response.status_code == 401:
-        problem = "does not accept this access token" if token else "requires its access token"
-        raise StoreAuthError(f"the server {server} {problem}; set AGL_TOKEN, or give --token")
-    try:
-        return response.raise_for_status().json()
-    except (httpx.HTTPStatusError, ValueError) as error:
-        raise ServerError(f"{server} has no dashboard that can be read: {error}") from error
-
-
 # -- agl report -------------------------------------------------------------------------------------------------------
 
 
 async def report(
     run: Run = None,
-    html: bool = Option(False, "--html", help="Write a page with curves, which needs no server."),
-    out: Path | None = Option(None, help="File to write (default: RUN/report.html; text is printed)."),
-    examples: int = Option(3, min=0, help="Changed tasks to show with their conversations."),
+    html: bool = False,
+    out: Path | None = None,
+    examples: int = Option(3, min=0),
     store: GivenStore = None,
 ) -> Result:
     """Report what a run changed: held-out reward with its interval, tasks won and lost, cost, examples.
+
+    html: Write a page with curves, which needs no server.
+    out: File to write (default: RUN/report.html; text is printed).
+    examples: Changed tasks to show with their conversations.
 
     \b
     Examples:
@@ -212,23 +191,15 @@ def doctor(run: Run = None) -> Result:
     failed = agl("store", "list", run=found.run_dir, status="failed")
     other = agl("train", resume=found.run_dir) if "ended" in found.warnings else agl("dashboard", found.run_dir)
     after = [failed if found.failures else other]
-    state = found.state
-    record = {
-        "run_dir": str(found.run_dir),
-        "status": found.status,
-        "healthy": found.is_healthy,
-        "steps": found.steps,
-        "rollouts": state.rollouts,
-        "failed_rollouts": state.failed_rollouts,
-        "rollbacks": state.rollbacks,
-        "signs": [
-            asdict(each.sign) | {"since": each.since, "until": each.until, "count": each.count} for each in found.signs
-        ],
-        "warnings": dict(found.warnings),
-        "failures": [asdict(each) for each in found.failures],
-        "damaged_lines": list(found.damaged_lines),
-        "notes": list(found.notes),
-    }
+    signs = [
+        asdict(each.sign) | {"since": each.since, "until": each.until, "count": each.count} for each in found.signs
+    ]
+    record: dict[str, Any] = {"run_dir": str(found.run_dir), "healthy": found.is_healthy, "signs": signs}
+    for source, names in (
+        (found, ("status", "steps", "warnings", "failures", "damaged_lines", "notes")),
+        (found.state, ("rollouts", "failed_rollouts", "rollbacks")),
+    ):
+        record |= {name: getattr(source, name) for name in names}
     return Result(record, _findings_lines(found), after, not found.is_healthy)
 
 
@@ -262,19 +233,23 @@ def _findings_lines(found: Examination) -> Iterator[RenderableType]:
 
 async def dashboard(
     ctx: Context,
-    target: str | None = Argument(
-        None, help="The directory of a run or of several, a database, or the URL of a server (default: runs)."
-    ),
-    demo: bool = Option(False, "--demo", help="Show two recorded runs; nothing is trained."),
-    host: str = Option("127.0.0.1", help="Address to listen on."),
-    port: int = Option(4749, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
+    target: str | None = Argument(None),
+    demo: bool = False,
+    host: str = "127.0.0.1",
+    port: int = Option(4749, min=0, max=65535),
     token: Token = None,
-    browser: bool = Option(True, help="Open it in the browser."),
+    browser: bool = True,
 ) -> None:
     """Show runs, rollouts and tokens in the browser, until stopped (Ctrl-C). It only reads.
 
     The page asks for a token of its own, which is part of the link that is printed. A server (`agl serve`, a run) shows
     itself at /dashboard, with actions: of its URL, the link is printed and opened.
+
+    target: The directory of a run or of several, a database, or the URL of a server (default: runs).
+    demo: Show two recorded runs; nothing is trained.
+    host: Address to listen on.
+    port: Port to listen on; 0 takes a free one.
+    browser: Open it in the browser.
 
     \b
     Examples:
@@ -287,7 +262,7 @@ async def dashboard(
         raise ConfigError(f"--demo shows recorded runs, and {target!r} is none of them; leave one of them out")
     if target is not None and target.startswith(SERVERS):
         base, token = server_of(target, token)
-        get_page(base, token, "/runs")
+        await get_json(base, "/dashboard/api/runs", token)
         _show_link(f"{base}/dashboard", token, browser, ctx.obj)
         return
     with StopSignals() as signals:  # so that one leaves no files of a demo behind
@@ -332,16 +307,14 @@ def _runs_at(target: str | None) -> Catalog | None:
     """The run in a directory, or those below it; None for a database. Raises ConfigError where there is neither."""
     from agentlightning.dashboard.data.run_data import Catalog
 
-    path = Path(target or "runs")
+    path = Path(target or RUNS)
     runs = Catalog(roots=[path])
-    if runs.sources():
-        return runs
-    if target is None or not (target.startswith(DATABASES) or path.exists()):
+    if not runs.sources() and (target is None or not (target.startswith(DATABASES) or path.exists())):
         raise ConfigError(
             f"there is no run and no database at {str(path)!r}; give the directory of a run, a database or a URL, or"
             " look at recorded runs: agl dashboard --demo"
         )
-    return None
+    return runs if runs.sources() else None
 
 
 # -- agl env ----------------------------------------------------------------------------------------------------------

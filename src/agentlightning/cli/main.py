@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
-from functools import cache, wraps
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from importlib import import_module
 from importlib.metadata import version
-from itertools import islice
 from typing import Any
 
 import typer
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
+from typer.models import ParameterInfo
 
 from agentlightning.errors import ConfigError
 from agentlightning.util.plugins import installed, load_plugin, plugin_names
@@ -55,35 +56,55 @@ GROUPS = {
 }
 """The verbs: where each is below this package, and its line in the help of the program; a plugin has its own."""
 EARLIER = {
-    "--store": "--db",
-    "--data": "--dataset",
-    "--out": "--output",
-    "--run": "--run-dir",
-    "--variable": "--env",
-    "--target-agent": "--agent",
+    "--db": "--store",
+    "--dataset": "--data",
+    "--output": "--out",
+    "--run-dir": "--run",
+    "--env": "--variable",
+    "--agent": "--target-agent",
 }
-"""Names of options, and what they were called before, which is accepted where no other option has that name."""
-NOW = {before: now for now, before in EARLIER.items()}
+"""What options were called before, which is accepted where no other option has that name, and what they are now."""
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
-def with_groups(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb with a parameter for each field of its parameters that are dataclasses: options that belong together."""
+def as_command(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb as Typer takes it. Parameters that are dataclasses are options that belong together, and become a
+    parameter for each field; the help of an option stands below its field, or as `NAME: TEXT` in the docstring."""
+    from agentlightning.util.settings import field_texts
+
     own = inspect.signature(verb, eval_str=True).parameters
-    groups: dict[str, Any] = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
-    options = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
+    line = re.compile(rf"^({'|'.join(own)}): (.+(?:\n .+)*)\n*", re.MULTILINE)
+    doc = inspect.getdoc(verb) or ""
+    texts, groups, all_of = dict(line.findall(doc)), dict[str, Any](), list[inspect.Parameter]()
+    for name, each in own.items():
+        if is_dataclass(each.annotation):
+            groups[name], below = each.annotation, field_texts(each.annotation)
+            options = inspect.signature(groups[name], eval_str=True).parameters
+            all_of += [_described(option, below.get(field)) for field, option in options.items()]
+        else:
+            all_of.append(_described(each, texts.get(name)))
 
     @wraps(verb)
     def call(**given: Any) -> Any:
-        made = {name: group(**{each: given.pop(each) for each in options[name]}) for name, group in groups.items()}
+        made = {
+            name: group(**{one.name: given.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+        }
         return verb(**given, **made)
 
-    all_of = [each for name, one in own.items() for each in options.get(name, {name: one}).values()]
+    call.__doc__ = line.sub("", doc)
     call.__annotations__ = {each.name: each.annotation for each in all_of}
-    call.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
-        [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in all_of]
-    )
+    call.__signature__ = inspect.Signature(all_of)  # pyright: ignore[reportAttributeAccessIssue]
     return call
+
+
+def _described(parameter: inspect.Parameter, text: str | None) -> inspect.Parameter:
+    """A parameter with its help. Without Typer's own description of it, it is an option, and False a flag."""
+    option = parameter.default
+    if text is not None:
+        if not isinstance(option, ParameterInfo):
+            option = Option(option, *([f"--{parameter.name.replace('_', '-')}"] if option is False else []))
+        option.help = " ".join(text.split())
+    return parameter.replace(default=option, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
 class Verb(TyperCommand):
@@ -112,38 +133,36 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, list(self._renamed(ctx, args)))
+            return super().parse_args(ctx, args)
         except Exception as error:
             found: Any = error  # Typer has click's class under another name in each of its versions.
             if type(error).__name__ == "NoSuchOption" and any(each.name == "settings" for each in self.params):
                 found.message += "; settings have no dashes and their full names, as in algorithm.steps=50"
             raise
 
-    def _renamed(self, ctx: Any, words: Sequence[str]) -> Iterator[str]:
-        """The words, with what options are called now. Values stay, and so does what is another command's. Raises
-        BadParameter for one option by two names."""
-        options: dict[str, Any] = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
-        given, rest = dict[str, str](), iter(words)
-        for word in rest:
-            name, equals, value = word.partition("=")
-            if word == "--" or not (word.startswith("-") or ctx.allow_interspersed_args):
-                yield word
-                break
-            now = name if name in options else NOW.get(name, name)
+    def make_parser(self, ctx: Any) -> Any:
+        """A parser that takes options by their earlier names, too. It raises BadParameter for one option by two names,
+        and leaves values as they are, and what is another command's."""
+        parser = super().make_parser(ctx)
+        options = {name: each for each in self.params for name in each.opts}
+        given = dict[Any, str]()
+
+        def current_name(name: str) -> str:
+            word = f"--{name}"
+            now = word if word in options else EARLIER.get(word, word)
             option = options.get(now)
-            if option is None or option.param_type_name != "option":
-                yield word
-                continue
-            before = given.setdefault(option.name, name)
-            if before != name and not (option.is_flag or option.multiple):
-                both = " and ".join(sorted((before, name)))
+            if option is None:
+                return name
+            before = given.setdefault(option, word)
+            if before != word and not option.multiple:
+                both = " and ".join(sorted((before, word)))
                 raise typer.BadParameter(f"{both} name the same; give only one of them")
-            if now != name and not ctx.resilient_parsing:
-                typer.echo(f"{name} is called {now} now", err=True)
-            yield f"{now}{equals}{value}"
-            if not (option.is_flag or equals):
-                yield from islice(rest, 1)
-        yield from rest
+            if now != word and not ctx.resilient_parsing:
+                typer.echo(f"{word} is called {now} now", err=True)
+            return now.removeprefix("--")
+
+        ctx.token_normalize_func = current_name
+        return parser
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """The help of `agl train` names what distributions announce."""
@@ -159,58 +178,49 @@ def _shared_options(
     """The options of every verb."""
 
 
-class LazyVerb(TyperCommand):
-    """A line in the help of the program; the verb itself is imported when it is called."""
-
-    def __init__(self, name: str, place: str, text: str | None) -> None:
-        super().__init__(name, short_help=text)
-        self.verb, self.place = name, place
-
-    @cache  # noqa: B019  as many as there are verbs
-    def load(self) -> Any:
-        """The verb, or the group of verbs. One that cannot be loaded is hidden, and says why when it is called."""
-        app = typer.Typer(name=self.verb, help=self.short_help, **PLAIN)
-        module, _, name = self.place.partition(":")
-        if not module:
-            try:
-                load_plugin("commands", self.verb)(app)
-            except ConfigError as error:
-                return _refusal(self.verb, error)
-            return next(iter(get_group(app).commands.values()))
-        found = getattr(import_module(f"agentlightning.cli.{module}"), name)
-        for verb, function in (found if isinstance(found, dict) else {self.verb: found}).items():
-            # Of `agl run`, what follows the first word is the command's.
-            app.command(verb, cls=Verb, context_settings={"allow_interspersed_args": verb != "run"})(
-                with_groups(function)
-            )
-        group = get_group(app)
-        return group if isinstance(found, dict) else group.commands[self.verb]
-
-    def make_context(self, *args: Any, **extra: Any) -> Any:
-        try:
-            verb = self.load()
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            raise
-        return verb.make_context(*args, **extra)
-
-
 class Program(TyperGroup):
-    """The program: its help shows the verbs in groups, and imports none of them."""
+    """The program: its help shows the verbs in groups. A verb is imported when it is called."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        known = {name for verbs in GROUPS.values() for name in verbs}
-        others = dict.fromkeys(sorted(plugin_names("commands") - known), ("", None))
+        self.verbs = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()}
+        others = dict.fromkeys(sorted(plugin_names("commands") - self.verbs.keys()), ("", None))
+        self.verbs |= others
         self.groups = {**GROUPS, "Extensions": others}
-        for verbs in self.groups.values():
-            for name, (place, text) in verbs.items():
-                self.add_command(LazyVerb(name, place, text))
+        for name, (_, text) in self.verbs.items():
+            self.add_command(TyperCommand(name, short_help=text))
+
+    def load(self, name: str) -> Any:
+        """The verb, or the group of verbs. One that cannot be loaded is hidden, and says why when it is called."""
+        place, text = self.verbs[name]
+        app = typer.Typer(name=name, help=text, **PLAIN)
+        module, _, function = place.partition(":")
+        if not module:
+            try:
+                load_plugin("commands", name)(app)
+            except ConfigError as error:
+                return _refusal(name, error)
+            return next(iter(get_group(app).commands.values()))
+        found = getattr(import_module(f"agentlightning.cli.{module}"), function)
+        for verb, function in (found if isinstance(found, dict) else {name: found}).items():
+            # Of `agl run`, what follows the first word is the command's.
+            app.command(verb, cls=Verb, context_settings={"allow_interspersed_args": verb != "run"})(
+                as_command(function)
+            )
+        group = get_group(app)
+        return group if isinstance(found, dict) else group.commands[name]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        try:
+            return name, name and self.load(name), rest
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for title, names in self.groups.items():
-            verbs: Any = [self.commands[name] for name in names]
-            verbs = [verb if verb.short_help else verb.load() for verb in verbs]
+        for title, known in self.groups.items():
+            verbs: Any = [self.commands[name] if text else self.load(name) for name, (_, text) in known.items()]
             if rows := [(verb.name, verb.get_short_help_str(60)) for verb in verbs if not verb.hidden]:
                 with formatter.section(title):
                     formatter.write_dl(rows)

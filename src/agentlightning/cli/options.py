@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 from typer import Argument, Option
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import AgentLightningError, ConfigError, ServerError, StoreAuthError, StoreError
+from agentlightning.rollouts import RolloutMode, RolloutStatus
+from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE, LightningStore, store_url
+from agentlightning.store.types import Retention
+from agentlightning.util.settings import load_settings
 
 if TYPE_CHECKING:
+    from agentlightning.config import TrainConfig
     from agentlightning.engine.base import Engine
     from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.store.base import LightningStoreBase
     from agentlightning.store.sql.store import SqlStore
-    from agentlightning.store.types import Retention
 
 
 Agent = Annotated[str | None, Option(help="module:name, path/file.py:name, or a command line in any language.")]
@@ -41,22 +44,13 @@ class Subject:
 
     agent: Agent = None
     reward: Reward = None
-    data: str | None = Option(None, help="Tasks: a JSONL, JSON, CSV or Parquet file, or an environment.")
-    env: str | None = Option(None, help="KIND:NAME: an environment with its tasks, agent and reward.")
+    data: str | None = None
+    """Tasks: a JSONL, JSON, CSV or Parquet file, or an environment."""
+    env: str | None = None
+    """KIND:NAME: an environment with its tasks, agent and reward."""
     model: Model = None
 
 
-Models = Annotated[
-    list[str] | None,
-    Option("--model", help="[NAME=]MODEL (a directory, .gguf file, short or hub name, or tiny); repeatable."),
-]
-Routes = Annotated[
-    Path | None, Option(help="A TOML or JSON file that maps calls to models and providers, and sets budgets.")
-]
-Database = Annotated[
-    str | None,
-    Option("--store", help="A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)"),
-]
 Run = Annotated[Path | None, Argument(metavar="RUN", help="The directory of a run (default: the newest below runs).")]
 GivenStore = Annotated[str | None, Option("--store", help="The store of the run, where it was given one.")]
 NewRun = Annotated[Path | None, Option("--run", help="The directory of the new run (default: runs/<time>).")]
@@ -69,16 +63,61 @@ LogFormat = Annotated[Literal["text", "json"], Option(help="Format of the log on
 
 
 @dataclass(frozen=True)
+class Serving:
+    """The store that a server of this process writes to, and the models that it has."""
+
+    store: str | None = None
+    """A SQLite file, or postgresql://... (default: $AGL_STORE, else .agentlightning/store.db)"""
+    token: str | None = Option(None, envvar="AGL_TOKEN")
+    """The access token of the server."""
+    models: list[str] | None = Option(None, "--model")
+    """[NAME=]MODEL (a directory, .gguf file, short or hub name, or tiny); repeatable."""
+    routes: Path | None = None
+    """A TOML or JSON file that maps calls to models and providers, and sets budgets."""
+
+    @cached_property
+    def routing(self) -> GatewayConfig:
+        """The configuration in the file of `--routes`."""
+        from agentlightning.gateway.config import GatewayConfig
+
+        return load_settings(GatewayConfig, toml=self.routes)
+
+    def open_store(self) -> SqlStore:
+        """Open the database. Raises ConfigError if that fails."""
+        from agentlightning.store.sql.store import SqlStore
+
+        try:
+            return SqlStore(self.store)
+        except StoreError as error:
+            raise ConfigError(str(error)) from error
+
+    def beside_store(self, suffix: str) -> Path:
+        """The path of the database with a suffix; that of the default database if the store is not a file."""
+        path = store_file(self.store) or Path(DEFAULT_STORE).absolute()
+        return path.with_name(path.name + suffix)
+
+    async def open_engines(self, routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
+        """Open the models of `--model [NAME=]MODEL`, named after their directory or file by default, and those that the
+        configuration names. `tiny` is a new model with random weights. The stack closes them."""
+        if not (self.models or routing.models):
+            return {}
+        from agentlightning.policy.open import directory_of, open_models
+
+        named: dict[str, Any] = {}
+        for model in self.models or ():
+            name, equals, path = model.partition("=")
+            if not equals:
+                name, path = Path(model).name.removesuffix(".gguf"), model
+            named[name] = await directory_of(path, stack)
+        return await open_models(named | routing.models, stack)
+
+
+@dataclass(frozen=True)
 class AnyStore:
     """A store that exists, here or on a server."""
 
-    store: str | None = Option(
-        None,
-        "--store",
-        "--server",
-        help="A SQLite file, postgresql://... or the URL of a server (default: $AGL_STORE, else"
-        " .agentlightning/store.db)",
-    )
+    store: str | None = Option(None, "--store", "--server")
+    """A SQLite file, postgresql://... or the URL of a server (default: $AGL_STORE, else .agentlightning/store.db)"""
     token: Token = None
 
     @cached_property
@@ -86,7 +125,7 @@ class AnyStore:
         """The store that is named."""
         return self.store
 
-    def open(self, create: bool = False) -> AbstractAsyncContextManager[LightningStoreBase]:
+    def open(self, create: bool = False) -> AbstractAsyncContextManager[LightningStore]:
         return open_named(self.place, self.token, create)
 
 
@@ -94,18 +133,13 @@ class AnyStore:
 class StoreOfRun(AnyStore):
     """A store to read: that of a run, or another one."""
 
-    run: Path | None = Option(
-        None,
-        help="The directory of a run, whose store is read (default: the newest below runs, where there is no other"
-        " store).",
-    )
+    run: Path | None = None
+    """The directory of a run, whose store is read (default: the newest below runs, where there is no other store)."""
 
     @cached_property
     def place(self) -> str | None:
         """The store that is named, or that of a run; where nothing is named and there is no store of `agl run` either,
         that of the newest run. Raises ConfigError for a run together with another store, and for a run without one."""
-        from agentlightning.store.base import DEFAULT_STORE, STORE_VARIABLE
-
         if self.run is None:
             named = self.store is not None or os.environ.get(STORE_VARIABLE)
             if named or Path(DEFAULT_STORE).exists() or not any(RUNS.glob("*/store.db")):
@@ -124,13 +158,13 @@ class StoreOfRun(AnyStore):
 class Filter:
     """Which rollouts."""
 
-    status: list[str] = Option([], help="Only rollouts with this status; repeatable.")
-    mode: list[str] = Option([], help="Only rollouts with this mode; repeatable.")
+    status: list[str] = Option([])
+    """Only rollouts with this status; repeatable."""
+    mode: list[str] = Option([])
+    """Only rollouts with this mode; repeatable."""
 
     def query(self) -> dict[str, Any]:
         """For the queries of a store. Raises ConfigError for what is no status, or no mode."""
-        from agentlightning.rollouts import RolloutMode, RolloutStatus
-
         for name, allowed in (("status", get_args(RolloutStatus)), ("mode", get_args(RolloutMode))):
             for value in vars(self)[name]:
                 if value not in allowed:
@@ -143,6 +177,8 @@ class Filter:
 
 RETRY_SECONDS = 3.0
 """How long calls are retried if no server answers; the user can repeat the command."""
+TIMEOUT = 20.0
+"""How long an answer of a server is waited for, in seconds."""
 SERVERS = ("http://", "https://")
 DATABASES = ("postgresql:", "postgres:", "postgresql+")
 RUNS = Path("runs")
@@ -177,14 +213,11 @@ def overrides(named: Mapping[str, object], settings: Sequence[str]) -> list[str]
 
 def database_name(db: str | None) -> str:
     """What `--store` names, or what is opened without it; to be shown."""
-    from agentlightning.store.base import store_url
-
     return re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", str(store_url(db)))  # without the password
 
 
 def store_file(store: str | None) -> Path | None:
     """The file of a store; None for one in memory, in a database or on a server."""
-    from agentlightning.store.base import store_url
     from agentlightning.store.sql.sqlite import locate
 
     place = str(store_url(store))
@@ -194,22 +227,18 @@ def store_file(store: str | None) -> Path | None:
 @asynccontextmanager
 async def open_named(
     store: str | None, token: str | None = None, create: bool = False
-) -> AsyncGenerator[LightningStoreBase]:
+) -> AsyncGenerator[LightningStore]:
     """Open a database, which must exist unless `create`, or the store of a server."""
-    from agentlightning.store import LightningStore
-    from agentlightning.store.base import store_url
-    from agentlightning.store.http.client import LightningStoreClient
-    from agentlightning.store.sql.sqlite import locate
-
-    place = str(store_url(store))
+    place, path = str(store_url(store)), store_file(store)
     if place.startswith(SERVERS):
+        from agentlightning.store.http.client import LightningStoreClient
+
         opened = LightningStoreClient(place, token, patience=RETRY_SECONDS)
     else:
-        if not place.startswith(DATABASES):
-            if (path := locate(place)) is None:
-                raise ConfigError("an in-memory store ends with its process; give --store PATH or URL")
-            if not (create or path.exists()):
-                raise ConfigError(f"there is no store at {path}; give --store PATH or URL")
+        if path is None and not place.startswith(DATABASES):
+            raise ConfigError("an in-memory store ends with its process; give --store PATH or URL")
+        if path is not None and not (create or path.exists()):
+            raise ConfigError(f"there is no store at {path}; give --store PATH or URL")
         opened = LightningStore(place)
     try:
         yield opened
@@ -217,86 +246,47 @@ async def open_named(
         await opened.close()
 
 
-def open_store(db: str | None) -> SqlStore:
-    """Open the database of `--store`. Raises ConfigError if that fails."""
-    from agentlightning.store.sql.store import SqlStore
-
-    try:
-        return SqlStore(db)
-    except StoreError as error:
-        raise ConfigError(str(error)) from error
-
-
-def weights_of(text: str | None, place: str | Path | None) -> dict[str, float] | None:
-    """The weights of the dimensions of a reward: those of the option, else those of the run whose directory or store is
-    `place`, or of the settings file that it is. None: there are none. Raises ConfigError for a text that is no table of
-    numbers."""
+def weights_of(text: str | None, of: TrainConfig | str | Path | None) -> dict[str, float] | None:
+    """The weights of the dimensions of a reward: those of the option, else those of the settings, or of the run whose
+    directory or store is named. None: there are none. Raises ConfigError for a text that is no table of numbers."""
     from agentlightning.algorithms.base import make_algorithm
     from agentlightning.algorithms.lightning_rl import LightningRLConfig
-    from agentlightning.config import TrainConfig
     from agentlightning.training.persistence.run_dir import settings_of_run
-    from agentlightning.util.settings import load_settings
 
     if text is not None:
         return load_settings(LightningRLConfig, overrides=[f"reward_weights={text}"]).reward_weights
-    if place is None:
-        return None
-    path = Path(place)
-    directory = path.parent if path.is_file() else path
-    if place == CONFIG_FILE:
-        known = load_settings(TrainConfig, toml=CONFIG_FILE)
-    elif (directory / "config.toml").exists():
-        known = settings_of_run(directory)
-    else:
-        return None
-    found = make_algorithm(known.algorithm).reward_weights
-    return None if found is None else dict(found)
+    if isinstance(of, str | Path):
+        path = Path(of)
+        directory = path.parent if path.is_file() else path
+        of = settings_of_run(directory) if (directory / "config.toml").exists() else None
+    found = of and make_algorithm(of.algorithm).reward_weights
+    return dict(found) if found else None
 
 
-def file_beside_store(store: str | None, suffix: str) -> Path:
-    """The path of the database with a suffix; that of the default database if the store is not a file."""
-    from agentlightning.store.base import DEFAULT_STORE
+async def get_json(server: str, path: str, token: str | None) -> dict[str, Any]:
+    """What a server answers. Raises ServerError or StoreAuthError."""
+    import httpx
 
-    path = store_file(store) or store_file(DEFAULT_STORE)
-    assert path is not None
-    return path.with_name(path.name + suffix)
-
-
-def read_routing(path: Path | None) -> GatewayConfig:
-    """The configuration in the file of `--routes`."""
-    from agentlightning.gateway.config import GatewayConfig
-    from agentlightning.util.settings import load_settings
-
-    return load_settings(GatewayConfig, toml=path)
-
-
-async def open_engines(models: Sequence[str], routing: GatewayConfig, stack: AsyncExitStack) -> dict[str, Engine]:
-    """Open the models of `--model [NAME=]MODEL`, named after their directory or file by default, and those that the
-    routes file names. `tiny` is a new model with random weights. The stack closes them."""
-    if not (models or routing.models):
-        return {}
-    from agentlightning.policy.open import directory_of, open_frozen, open_models
-
-    engines: dict[str, Engine] = {}
-    for model in models:
-        name, equals, path = model.partition("=")
-        if not equals:
-            name, path = Path(model).name.removesuffix(".gguf"), model
-        policy = await open_frozen(name, await directory_of(path, stack))
-        stack.push_async_callback(policy.close)
-        engines[policy.model] = policy
-    return engines | await open_models(routing.models, stack)
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        async with httpx.AsyncClient(timeout=TIMEOUT, headers=headers) as client:
+            response = await client.get(server + path)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerError(f"the server {server} cannot be reached: {error or type(error).__name__}") from error
+    if response.status_code == 401:
+        problem = "does not accept this access token" if token else "requires its access token"
+        raise StoreAuthError(f"the server {server} {problem}; set AGL_TOKEN, or give --token")
+    try:
+        return response.raise_for_status().json()
+    except (httpx.HTTPStatusError, ValueError) as error:
+        raise ServerError(f"{server}{path} cannot be read: {error}") from error
 
 
 async def has_model(server: str, token: str | None) -> bool:
     """Whether the server has a model, or routes to one."""
-    import httpx
-
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    with suppress(httpx.HTTPError, ValueError, AttributeError):
-        async with httpx.AsyncClient(timeout=10, headers=headers) as client:
-            models = (await client.get(f"{server}/v1/models")).raise_for_status().json()
-            return bool(models.get("data") or models.get("patterns"))
+    with suppress(AgentLightningError, AttributeError):
+        models = await get_json(server, "/v1/models", token)
+        return bool(models.get("data") or models.get("patterns"))
     return False
 
 
@@ -305,8 +295,8 @@ async def has_model(server: str, token: str | None) -> bool:
 
 _QUANTITY = re.compile(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-POWERS = {name: power for power, letter in enumerate("kmgt", 1) for name in (f"{letter}b", f"{letter}ib")}
-BYTES = {"": 1, "b": 1, **{name: (1024 if "i" in name else 1000) ** power for name, power in POWERS.items()}}
+POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+BYTES = {"": 1} | {f"{name}{i}b": base**n for name, n in POWERS.items() for i, base in (("", 1000), ("i", 1024))}
 
 
 def read_duration(text: str) -> float:
@@ -333,8 +323,6 @@ def _read_quantity(text: str, units: Mapping[str, float], what: str) -> float:
 def retention_from(max_age_seconds: float | None, keep: int | None, max_size: str | None) -> Retention | None:
     """The retention policy for an age, a number of rollouts and a size; None where nothing is limited. Raises
     ConfigError for text that is no size."""
-    from agentlightning.store.types import Retention
-
     if max_age_seconds is None and keep is None and max_size is None:
         return None
     return Retention(max_age_seconds, keep, None if max_size is None else read_size(max_size))

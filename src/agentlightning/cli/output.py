@@ -9,13 +9,12 @@ import errno
 import shlex
 import sys
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -37,19 +36,8 @@ if TYPE_CHECKING:
 
 INVALID_INPUT = (ConfigError, DatasetError, ResumeError, ServerError)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-EXTRAS = {
-    "torch": "train",
-    "transformers": "train",
-    "tokenizers": "train",
-    "matplotlib": "train",
-    "openai": "demo",
-    "gguf": "gguf",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-}
-"""The extra of this package that installs a module."""
+EXTRAS = {"torch": "train", "transformers": "train", "tokenizers": "train", "matplotlib": "train", "openai": "demo"}
+"""The extra of this package that installs a module; what needs another one, names its extra itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +142,19 @@ def _resume_advice(run_dir: Path | None, agent_failed: bool = False) -> str:
     """How to resume the run, if there is one to resume, and why rollouts have failed."""
     if run_dir is None:
         return ""
-    try:
-        state = orjson.loads((run_dir / "state.json").read_bytes())
-    except (OSError, ValueError):
-        return ""
-    if state.get("recorded"):
-        return f"\nNothing is lost since the last checkpoint: continue with  agl train --resume {run_dir}"
     from agentlightning.training.persistence.run_dir import read_state
     from agentlightning.training.report.result import failures_of
 
+    try:
+        state = read_state(run_dir)
+    except ResumeError:
+        return ""
+    if state.recorded:
+        return f"\nNothing is lost since the last checkpoint: continue with  agl train --resume {run_dir}"
     causes = ""
-    with suppress(AgentLightningError):
-        if found := failures_of(run_dir / "store.db", read_state(run_dir), []):
-            lines = "".join(f"\n  {each}" for each in failure_lines(found))
-            look = f"agl store list --run {run_dir} --status failed;  agl store show --run {run_dir}"
-            causes = f"\nfailed rollouts by cause{lines}\nlook at them: {look}"
+    if found := failures_of(run_dir / "store.db", state, []):
+        lines = "".join(f"\n  {each}" for each in failure_lines(found))
+        look = f"agl store list --run {run_dir} --status failed;  agl store show --run {run_dir}"
+        causes = f"\nfailed rollouts by cause{lines}\nlook at them: {look}"
     other = " (with --agent or --reward for another one)" if agent_failed else ""
     return f"{causes}\nNothing is lost: continue with  agl train --resume {run_dir}{other}"

@@ -12,42 +12,34 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import orjson
+import uvloop
 from typer import Argument, Context, Option
 
 from agentlightning.attempt_address import attempt_path, attempt_secret
-from agentlightning.cli.options import (
-    SERVERS,
-    Database,
-    Models,
-    Routes,
-    Token,
-    database_name,
-    file_beside_store,
-    has_model,
-    hide_token,
-    open_engines,
-    open_store,
-    read_routing,
-)
+from agentlightning.attempt_variables import agent_process_environment, attempt_environment, worker_environment
+from agentlightning.cli.options import SERVERS, Serving, database_name, has_model, hide_token
 from agentlightning.cli.output import Result, agl, plain_console
 from agentlightning.errors import AgentError, AgentTimeoutError, ConfigError, Failure, RewardError, StoreError
+from agentlightning.ingest.agent_events import read_event
+from agentlightning.rollouts import AttemptedRollout, AttemptStatus, RolloutMode
+from agentlightning.runner.agents.agent import function_spec, load_object
+from agentlightning.runner.agents.arguments import Invocation, RewardFunction
+from agentlightning.runner.agents.command import describe_exit, task_variable
+from agentlightning.span import Span
+from agentlightning.store.base import LightningStoreBase
+from agentlightning.tracing.rewards import check_reward, find_final_reward
+from agentlightning.trajectory import Reward as RewardValue
 from agentlightning.util.event_loop import in_background, result_of
 from agentlightning.util.json_values import dumps, loads
 
 if TYPE_CHECKING:
-    from agentlightning.rollouts import AttemptedRollout, AttemptStatus
-    from agentlightning.runner.agents.arguments import RewardFunction
     from agentlightning.server.app import Server
-    from agentlightning.span import Span
-    from agentlightning.store.base import LightningStoreBase
-    from agentlightning.trajectory import Reward as RewardValue
 
 
 LEASE_SECONDS = 30.0
@@ -64,18 +56,13 @@ NO_CALLS = (
 )
 NO_REWARD = "no reward was recorded: give --reward file.py:function, or a number"
 
-Mode = Literal["train", "val", "test"] | None
-
 
 @dataclass(frozen=True)
-class TargetOptions:
+class TargetOptions(Serving):
     """Where the rollout is recorded, and who answers its calls."""
 
-    models: Models = None
-    routes: Routes = None
-    server: str | None = Option(None, help="A server that records the rollout and answers its calls.")
-    token: Token = None
-    store: Database = None
+    server: str | None = None
+    """A server that records the rollout and answers its calls."""
 
     async def open(self, stack: AsyncExitStack) -> RecordingTarget:
         """A server elsewhere, or a store and a private server: it can be used only with its random token or the key of
@@ -92,14 +79,13 @@ class TargetOptions:
         from agentlightning.server.serve import serve
         from agentlightning.training.environment_providers import inherited_config
 
-        config = None if self.models else inherited_config(os.environ)
-        if self.routes is not None:
-            config = read_routing(self.routes)
-        engines = await open_engines(self.models or (), config or GatewayConfig(), stack)
+        inherited = None if self.models else inherited_config(os.environ)
+        config = inherited if self.routes is None else self.routing
+        engines = await self.open_engines(config or GatewayConfig(), stack)
         first, token = next(iter(engines), None), secrets.token_urlsafe(24)
-        store, secret = open_store(self.store), attempt_secret(token)
+        store, secret = self.open_store(), attempt_secret(token)
         stack.push_async_callback(store.close)
-        spent = file_beside_store(self.store, ".spent")
+        spent = self.beside_store(".spent")
         serving = serve(store, engines, secret=secret, token=token, routing=config, budget_file=spent, grace_seconds=5)
         server = await stack.enter_async_context(serving)
         redirect = first is not None or config is not None
@@ -109,28 +95,31 @@ class TargetOptions:
 def run(
     ctx: Context,
     *,
-    command: list[str] = Argument(help="The command and its arguments, after --."),
+    command: list[str] = Argument(),
     target: TargetOptions,
-    task: str | None = Option(None, help="The task of the rollout: JSON or text; also in AGL_TASK."),
-    task_file: Path | None = Option(None, "--input", help="A file that holds the task."),
-    reward: str | None = Option(
-        None, help="A number, or module:name or path/file.py:name of (task, output) -> number."
-    ),
-    mode: Mode = Option(None, help="The mode of the rollout."),
-    timeout: float | None = Option(None, min=0.001, help="Seconds after which the command is terminated."),
+    task: str | None = None,
+    task_file: Path | None = Option(None, "--input"),
+    reward: str | None = None,
+    mode: RolloutMode | None = None,
+    timeout: float | None = Option(None, min=0.001),
 ) -> Result:
     """Run a command as one recorded rollout: agl run -- COMMAND ...
 
     Its model calls go where --model or --routes say; without them, to the providers whose keys or URLs its environment
     has. Terminal, input, output, signals and exit code are those of the command; the summary is on stderr.
 
+    command: The command and its arguments, after --.
+    task: The task of the rollout: JSON or text; also in AGL_TASK.
+    task_file: A file that holds the task.
+    reward: A number, or module:name or path/file.py:name of (task, output) -> number.
+    mode: The mode of the rollout.
+    timeout: Seconds after which the command is terminated.
+
     \b
     Examples:
       agl run -- python agent.py
       agl run --model smollm2-135m --task '{"n": 3}' --reward reward.py:score -- node agent.mjs
     """
-    import uvloop
-
     hide_token()
     given = _task(task, task_file)
     score = None if reward is None else _reward(reward)
@@ -144,33 +133,25 @@ def run(
 
 
 def _task(text: str | None, file: Path | None) -> Any:
-    if text is not None and file is not None:
-        raise ConfigError("--task and --input both give the task; leave out one of them")
     if file is not None:
+        if text is not None:
+            raise ConfigError("--task and --input both give the task; leave out one of them")
         try:
             text = file.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--input {file} cannot be read: {error}") from error
-    if text is None:
-        return None
     try:
-        return loads(text)
-    except orjson.JSONDecodeError:
+        return None if text is None else loads(text)
+    except ValueError:
         return text
 
 
-def _reward(text: str) -> float | RewardFunction:
-    from agentlightning.runner.agents.agent import function_spec, load_object
-    from agentlightning.runner.agents.arguments import RewardFunction
-    from agentlightning.tracing.rewards import check_reward
-
+def _reward(text: str) -> RewardValue | RewardFunction:
     try:
         number = float(text)
     except ValueError:
         return RewardFunction.of(load_object(function_spec(text), "reward"))
-    checked = check_reward(number, "--reward")
-    assert isinstance(checked, float)
-    return checked
+    return check_reward(number, "--reward")
 
 
 # -- the recording target ----------------------------------------------------------------------------------------------
@@ -200,8 +181,8 @@ async def _run(
     command: Sequence[str],
     where: TargetOptions,
     task: Any,
-    reward: float | RewardFunction | None,
-    mode: Mode,
+    reward: RewardValue | RewardFunction | None,
+    mode: RolloutMode | None,
     timeout: float | None,
 ) -> dict[str, Any]:
     if shutil.which(command[0]) is None:
@@ -216,11 +197,12 @@ async def _run(
             metadata={"source": "agl run", "command": shlex.join(shown_command)},
             worker_id=worker_id,
         )
-        ids = started.rollout_id, started.attempt.attempt_id
         await store.update_worker(worker_id, lease_seconds=LEASE_SECONDS)
         await stack.enter_async_context(in_background(_send_heartbeats(store, worker_id)))
-        words = _redirected(command, target, *ids) if target.redirect else command
-        environment, has_function = _environment(target, *ids, worker_id, task), not isinstance(reward, float | None)
+        words = _redirected(command, target, *started.ids) if target.redirect else command
+        environment, has_function = _environment(target, started, worker_id), isinstance(reward, RewardFunction)
+        if task is not None:
+            environment |= task_variable(task)
         began = time.monotonic()
         code, error, output = await run_command(words, environment, timeout, keep_output=has_function)
         if reward is not None and (error is None or not has_function):
@@ -234,17 +216,16 @@ async def _run(
         metadata: dict[str, Any] = {"exit_code": code}
         if error is not None:
             metadata["error"] = asdict(Failure.of(error.with_traceback(None)))
-        status: AttemptStatus = "succeeded" if error is None else "failed"
-        if isinstance(error, AgentTimeoutError):
-            status = "timeout"
-        await store.update_attempt(*ids, status=status, metadata=metadata)
+        timed_out = isinstance(error, AgentTimeoutError)
+        status: AttemptStatus = "succeeded" if error is None else "timeout" if timed_out else "failed"
+        await store.update_attempt(*started.ids, status=status, metadata=metadata)
         found = {
-            "rollout_id": ids[0],
-            "attempt_id": ids[1],
+            "rollout_id": started.rollout_id,
+            "attempt_id": started.attempt.attempt_id,
             "status": status,
             "exit_code": code,
             "seconds": round(seconds, 3),
-            **_recorded(await store.query_spans(*ids)),
+            **_recorded(await store.query_spans(*started.ids)),
             "store": target.name,
             "redirected": target.redirect,
             "error": None if error is None else str(error),
@@ -260,48 +241,34 @@ async def _send_heartbeats(store: LightningStoreBase, worker_id: str) -> None:
 
 
 async def record_reward(
-    reward: float | RewardFunction, store: LightningStoreBase, started: AttemptedRollout, output: bytes
+    reward: RewardValue | RewardFunction, store: LightningStoreBase, started: AttemptedRollout, output: bytes
 ) -> None:
     """Record the reward of --reward. Raises AgentError where a function gives none."""
-    from agentlightning.ingest.agent_events import read_event
-    from agentlightning.runner.agents.arguments import Invocation
-    from agentlightning.tracing.rewards import check_reward
-
-    value: RewardValue
-    if isinstance(reward, float | int):
-        value = reward
-    else:
+    if isinstance(reward, RewardFunction):
         try:
             # In a thread: a function that calls a model must not block the heartbeat and our server.
-            call = Invocation(started, {}, {}, started.input)
-            result = await asyncio.to_thread(reward.start, call, output.decode(errors="replace"))
-            value = check_reward(await result_of(result), reward.source)
+            call = Invocation(started, task=started.input)
+            given = await asyncio.to_thread(reward.start, call, output.decode(errors="replace"))
+            reward = check_reward(await result_of(given), reward.source)
         except (AgentError, RewardError) as failure:
             raise AgentError(str(failure)) from None
         except Exception as failure:  # noqa: BLE001  the boundary to a user's function
             raise AgentError(f"{reward.source} raised {type(failure).__name__}: {failure}") from None
-    event = dumps({"event_type": "reward", "data": {"value": value}})
-    await store.add_span(read_event(event, started.rollout_id, started.attempt.attempt_id))
+    event = dumps({"event_type": "reward", "data": {"value": reward}})
+    await store.add_span(read_event(event, *started.ids))
 
 
-def _environment(
-    target: RecordingTarget, rollout_id: str, attempt_id: str, worker_id: str, task: Any
-) -> dict[str, str]:
-    from agentlightning.attempt_variables import agent_process_environment, attempt_environment, worker_environment
+def _environment(target: RecordingTarget, started: AttemptedRollout, worker_id: str) -> dict[str, str]:
     from agentlightning.gateway.callers import keep_keys
 
     environment = agent_process_environment(os.environ)
-    environment |= attempt_environment(target.url, target.secret, rollout_id, attempt_id, redirect=target.redirect)
+    environment |= attempt_environment(target.url, target.secret, *started.ids, redirect=target.redirect)
     if target.redirect:
         environment |= worker_environment(target.url, target.secret, worker_id)
         keep_keys(environment, target.url, os.environ)
         if target.model is not None:
             environment["AGL_MODEL"] = target.model
-    if task is None:
-        return environment
-    from agentlightning.runner.agents.command import task_variable
-
-    return environment | task_variable(task)
+    return environment
 
 
 def _redirected(command: Sequence[str], target: RecordingTarget, rollout_id: str, attempt_id: str) -> tuple[str, ...]:
@@ -316,12 +283,10 @@ def _redirected(command: Sequence[str], target: RecordingTarget, rollout_id: str
 
 def _without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """The command with the values of secret environment variables replaced by the names of these variables."""
-    hidden = {
-        value: name for name, value in environment.items() if len(value) >= 8 and name.upper().endswith(SECRET_ENDINGS)
-    }
     result = list(words)
-    for value, name in hidden.items():
-        result = [word.replace(value, f"${name}") for word in result]
+    for name, value in environment.items():
+        if len(value) >= 8 and name.upper().endswith(SECRET_ENDINGS):
+            result = [word.replace(value, f"${name}") for word in result]
     return result
 
 
@@ -331,7 +296,6 @@ def _without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> li
 def _recorded(spans: Sequence[Span]) -> dict[str, Any]:
     """What was recorded."""
     from agentlightning import span as names
-    from agentlightning.tracing.rewards import find_final_reward
 
     calls = [span for span in spans if names.ATTRIBUTION in span.attributes]
 
@@ -450,27 +414,22 @@ async def run_command(
         for number in FORWARDED:
             loop.remove_signal_handler(number)
     if code and error is None:
-        from agentlightning.runner.agents.command import describe_exit
-
         error = AgentError(f"{words[0]} {describe_exit(code)}")
     return 128 - code if code < 0 else code, error, bytes(output)
 
 
 async def _terminate(process: asyncio.subprocess.Process) -> int:
     """Terminate the command and its descendants: SIGTERM, and SIGKILL after the grace period."""
-    tree = {process.pid, *descendants(process.pid)}
-    _signal(tree, signal.SIGTERM)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(GRACE_SECONDS):
-            await process.wait()
-    _signal(tree.union(descendants(process.pid)), signal.SIGKILL)
+    tree = {process.pid}
+    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
+        tree.update(descendants(process.pid))
+        for pid in tree:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await process.wait()
     return await process.wait()
-
-
-def _signal(pids: Iterable[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:

@@ -11,49 +11,48 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import typer
+import uvloop
 from typer import Context, Option
 
+from agentlightning.attempt_address import attempt_secret
 from agentlightning.cli.options import (
     DATABASES,
     Agent,
-    Database,
     LogFormat,
-    Models,
     Reward,
-    Routes,
+    Serving,
     Token,
     database_name,
-    file_beside_store,
     has_model,
     hide_token,
-    open_engines,
     open_named,
-    open_store,
-    read_routing,
     read_size,
     retention_from,
     store_file,
 )
 from agentlightning.cli.output import Output, Result, agl, open_output
 from agentlightning.errors import ConfigError, ServerError, StoreAuthError, StoreError, StoreServerError
+from agentlightning.observability.logs import ChangeLog, SlowLog, about
+from agentlightning.runner.agents.agent import CommandLine, agent_spec
+from agentlightning.store.base import LightningStoreBase, store_url
+from agentlightning.store.http.client import LightningStoreClient
+from agentlightning.store.types import Retention
 from agentlightning.util.event_loop import in_background
+from agentlightning.util.plugins import load_plugin
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
-    from agentlightning.gateway.config import GatewayConfig
     from agentlightning.runner import AgentLike, Runner
     from agentlightning.server.app import Server
     from agentlightning.server.processes import ServerProcess
-    from agentlightning.store.base import LightningStoreBase
-    from agentlightning.store.http.client import LightningStoreClient
-    from agentlightning.store.types import Retention
 
 
 logger = logging.getLogger(__name__)
@@ -63,70 +62,55 @@ PRUNE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Options:
+class ServerOptions:
+    """The options of `agl serve` that are those of the server."""
+
+    host: str = Option("127.0.0.1", envvar="AGL_SERVER_HOST")
+    """Address to listen on."""
+    port: int = Option(4747, min=0, max=65535, envvar="AGL_SERVER_PORT")
+    """Port to listen on; 0 takes a free one."""
+    allowed_hosts: list[str] = Option([], "--allow-host", envvar="AGL_ALLOWED_HOSTS")
+    """Without a token: another host name of this server; repeatable."""
+    allowed_origins: list[str] = Option([], "--allow-origin", envvar="AGL_ALLOWED_ORIGINS")
+    """A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable."""
+    allow_unattributed: bool = False
+    """Also answer calls that belong to no rollout, without recording them: for agents that are to use a model, and not
+    to be measured."""
+    adopt_traces: bool = False
+    """Store traces of unknown programs as rollouts of their own."""
+    grace_seconds: int = Option(10, min=0)
+    """Time for requests in progress to finish before the server exits."""
+
+
+@dataclass(frozen=True)
+class Options(ServerOptions, Serving):
     """What is served, where, and for how long."""
 
-    host: str = Option("127.0.0.1", envvar="AGL_SERVER_HOST", help="Address to listen on.")
-    port: int = Option(4747, min=0, max=65535, envvar="AGL_SERVER_PORT", help="Port to listen on; 0 takes a free one.")
-    workers: int = Option(
-        1, min=1, help="Processes that serve the port; for providers and the store, not for --model. Linux."
-    )
-    store: Database = None
-    token: Token = None
-    no_token: bool = Option(
-        False, "--no-token", help="Listen without a token on an address that other machines can reach."
-    )
-    allow_hosts: list[str] = Option(
-        [],
-        "--allow-host",
-        envvar="AGL_ALLOWED_HOSTS",
-        help="Without a token: another host name of this server; repeatable.",
-    )
-    allow_origins: list[str] = Option(
-        [],
-        "--allow-origin",
-        envvar="AGL_ALLOWED_ORIGINS",
-        help="A site whose pages may call this server (CORS), as https://NAME[:PORT]; repeatable.",
-    )
-    models: Models = None
-    routes: Routes = None
-    allow_unattributed: bool = Option(
-        False,
-        "--allow-unattributed",
-        help="Also answer calls that belong to no rollout, without recording them: for agents that are to use a model,"
-        " and not to be measured.",
-    )
-    tinker: list[str] = Option(
-        [],
-        envvar="AGL_TINKER",
-        help="Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable.",
-    )
-    tinker_weights: Path | None = Option(
-        None, help="Where weights that these programs save go; by default beside the store."
-    )
-    otlp_export: str | None = Option(None, help="Export all spans to this OTLP/HTTP endpoint.")
-    adopt_traces: bool = Option(
-        False, "--adopt-traces", help="Store traces of unknown programs as rollouts of their own."
-    )
-    keep_days: float | None = Option(None, min=0, max=1e6, help="Delete rollouts that finished longer ago.")
-    keep_rollouts: int | None = Option(None, min=0, help="Delete the oldest finished rollouts beyond this number.")
-    keep_size: str | None = Option(None, help="Delete the oldest finished rollouts beyond this size, such as 10GB.")
-    runs: Path | None = Option(None, envvar="AGL_RUNS", help="A directory of runs, which the dashboard shows, too.")
-    max_body: str = Option("64MiB", help="Largest request to the store and of traces, such as 64MiB.")
-    drain_seconds: float = Option(
-        0.0,
-        min=0,
-        help="Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers.",
-    )
-    grace_seconds: int = Option(10, min=0, help="Time for requests in progress to finish before the server exits.")
+    workers: int = Option(1, min=1)
+    """Processes that serve the port; for providers and the store, not for --model. Linux."""
+    no_token: bool = False
+    """Listen without a token on an address that other machines can reach."""
+    tinker: list[str] = Option([], envvar="AGL_TINKER")
+    """Let programs written for the Tinker API train and sample this model: [NAME=]DIR; repeatable."""
+    tinker_weights: Path | None = None
+    """Where weights that these programs save go; by default beside the store."""
+    otlp_export: str | None = None
+    """Export all spans to this OTLP/HTTP endpoint."""
+    keep_days: float | None = Option(None, min=0, max=1e6)
+    """Delete rollouts that finished longer ago."""
+    keep_rollouts: int | None = Option(None, min=0)
+    """Delete the oldest finished rollouts beyond this number."""
+    keep_size: str | None = None
+    """Delete the oldest finished rollouts beyond this size, such as 10GB."""
+    runs: Path | None = Option(None, envvar="AGL_RUNS")
+    """A directory of runs, which the dashboard shows, too."""
+    max_body: str = "64MiB"
+    """Largest request to the store and of traces, such as 64MiB."""
+    drain_seconds: float = Option(0.0, min=0)
+    """Time between SIGTERM and the end of listening, in which /readyz responds 503: for load balancers."""
     log_format: LogFormat = "text"
-    slow_ms: float = Option(
-        250.0, min=0, help="Log operations other than model calls that take longer, in milliseconds."
-    )
-
-    @cached_property
-    def routing(self) -> GatewayConfig:
-        return read_routing(self.routes)
+    slow_ms: float = Option(250.0, min=0)
+    """Log operations other than model calls that take longer, in milliseconds."""
 
     @cached_property
     def retention(self) -> Retention | None:
@@ -152,7 +136,6 @@ class Options:
         routing, _ = self.routing, (self.retention, self.max_body_bytes)  # once, before there are several processes
         if self.workers == 1:
             return
-        from agentlightning.store.base import store_url
 
         in_memory = store_file(self.store) is None and not str(store_url(self.store)).startswith(DATABASES)
         served = "serve it with vLLM or SGLang, and name that in --routes as a provider with token_ids"
@@ -180,8 +163,6 @@ def serve(ctx: Context, options: Options) -> None:
       agl serve --model runs/first/checkpoint --allow-unattributed
       AGL_TOKEN=... agl serve --host 0.0.0.0 --store postgresql://agl@db/agl
     """
-    import uvloop
-
     from agentlightning.observability import logs
 
     logs.configure(options.log_format, secret=options.token)
@@ -193,7 +174,6 @@ def serve(ctx: Context, options: Options) -> None:
 
 async def _serve(options: Options, output: Output, process: ServerProcess | None = None) -> None:
     """Serve until stopped. `process`: as one of several, which their parent announces."""
-
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         server = await _open(options, stack, process)
@@ -201,7 +181,9 @@ async def _serve(options: Options, output: Output, process: ServerProcess | None
             _announce(server.url, options, output)
         else:
             process.ready()
-        _collect_less()
+        gc.collect()
+        gc.freeze()  # and collect less often: it took a fifth of the server's time, and found little to free
+        gc.set_threshold(20_000, 10, 10)
         if not await signals.while_running(server.wait()):
             raise ServerError(f"the server at {server.url} ended by itself")
         logger.info("stopping (repeat the signal to stop at once)")
@@ -209,21 +191,11 @@ async def _serve(options: Options, output: Output, process: ServerProcess | None
         await asyncio.sleep(options.drain_seconds)
 
 
-def _collect_less() -> None:
-    """Collect garbage less often: it took a fifth of the server's time, and found little to free."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
-
-
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
 def _serve_in_processes(options: Options, output: Output) -> int:
     """Serve in several processes until stopped; the exit status."""
-    import uvloop
-
-    from agentlightning.observability.logs import about
     from agentlightning.server.app import url_of
     from agentlightning.server.processes import Processes
 
@@ -246,16 +218,14 @@ def _serve_in_processes(options: Options, output: Output) -> int:
 
 async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess | None = None) -> Server:
     """Open the store, the models and the server; the stack closes them."""
-    from agentlightning.attempt_address import attempt_secret
     from agentlightning.dashboard.app import dashboard_routes
     from agentlightning.dashboard.data.run_data import Catalog
-    from agentlightning.observability.logs import ChangeLog, SlowLog
     from agentlightning.observability.metrics import Metrics, counters
     from agentlightning.server.serve import serve
     from agentlightning.store.instrumented import Observer, instrument
     from agentlightning.tracing.otlp.exporter import OtlpExporter
 
-    database = open_store(options.store)
+    database = options.open_store()
     stack.push_async_callback(database.close)
     metrics, slow = Metrics(database), SlowLog(options.slow_ms / 1000)
     observers: list[Observer] = [metrics, slow, ChangeLog()]
@@ -274,26 +244,20 @@ async def _open(options: Options, stack: AsyncExitStack, process: ServerProcess 
         routing = routing.divided(process.number, options.workers)
     serving = serve(
         store,
-        await open_engines(options.models or (), routing, stack),
+        await options.open_engines(routing, stack),
         secret=attempt_secret(token),
         token=token,
         routing=routing,
         require_key=token is not None,
-        budget_file=file_beside_store(options.store, ".spent"),
+        budget_file=options.beside_store(".spent"),
         accepts_runs=process is None,
         metrics=metrics,
         slow=slow,
         pages=[*await _tinker_routes(options, stack), *dashboard_routes(data, token)],
-        allowed_hosts=tuple(options.allow_hosts),
-        allowed_origins=tuple(options.allow_origins),
-        adopt_traces=options.adopt_traces,
-        allow_unattributed=options.allow_unattributed,
         max_body_bytes=options.max_body_bytes,
-        grace_seconds=options.grace_seconds,
-        host=options.host,
-        port=options.port,
         listener=process and process.listener,
         shared=process and process.directory,
+        **{each.name: getattr(options, each.name) for each in fields(ServerOptions)},
     )
     server = await stack.enter_async_context(serving)
     if options.retention is not None and (process is None or process.number == 1):
@@ -305,9 +269,8 @@ async def _tinker_routes(options: Options, stack: AsyncExitStack) -> list[BaseRo
     """The routes of the Tinker API for the models of `--tinker`; none without."""
     if not options.tinker:
         return []
-    from agentlightning.util.plugins import load_plugin
 
-    weights = options.tinker_weights or file_beside_store(options.store, ".tinker")
+    weights = options.tinker_weights or options.beside_store(".tinker")
     open_routes = load_plugin("server_routes", "tinker")
     routes = open_routes(tuple(options.tinker), weights, options.token or None, options.max_body_bytes)
     return await stack.enter_async_context(routes)
@@ -358,45 +321,43 @@ def _announce(url: str, options: Options, output: Output) -> None:
 
 # -- signals ----------------------------------------------------------------------------------------------------------
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
 
 class StopSignals:
-    """The first signal sets `requested`, the next ones call what was added to `actions`, and each further one exits the
-    process."""
+    """The first signal sets `requested`, the next ones call `actions`, and each further one exits the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *actions: Callable[[], object]) -> None:
         self.requested = asyncio.Event()
-        self.actions: list[Callable[[], object]] = [self.requested.set]
+        self._actions = chain((self.requested.set, *actions), repeat(exit_now))
 
     def __enter__(self) -> Self:
         """Install the handlers in the running event loop, which must be that of the main thread."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._handle)
+        for number in STOPPING:
+            asyncio.get_running_loop().add_signal_handler(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Restore the default handlers: those of a closed loop would ignore Ctrl-C."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number in STOPPING:
+            asyncio.get_running_loop().remove_signal_handler(number)
 
     async def while_running(self, work: Awaitable[Any]) -> bool:
         """Wait until `work` is done or a stop is requested, which cancels `work`. Returns whether a stop was requested.
         Raises what `work` raises."""
-        working, requested = asyncio.ensure_future(work), asyncio.ensure_future(self.requested.wait())
+        tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(self.requested.wait())
         try:
-            await asyncio.wait({working, requested}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
-                await working
+                working.result()
             return self.requested.is_set()
         finally:
-            for task in (working, requested):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(working, requested, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _handle(self) -> None:
-        action = self.actions.pop(0) if self.actions else exit_now
-        action()
+        next(self._actions)()
 
 
 def exit_now() -> NoReturn:
@@ -418,53 +379,45 @@ class RunnerOptions:
     """The options of `agl runner` that are those of `Runner`."""
 
     reward: Reward = None
-    concurrency: int = Option(32, min=1, help="Concurrent attempts.")
-    hosts: int = Option(1, min=1, help="Processes that run Python agents.")
-    fresh_process: bool = Option(False, "--fresh-process", help="Run every attempt in a new process.")
-    queues: list[str] | None = Option(None, "--queue", help="Claim only from this queue; repeatable.")
-    worker_id: str | None = Option(None, help="Name of the worker in the store (default: host and process).")
-    lease_seconds: float = Option(
-        30.0, "--lease", min=1, help="Seconds without a heartbeat after which other runners get the rollouts."
-    )
-    max_rollouts: int | None = Option(None, min=1, help="Exit after this number of rollouts.")
-    hide: list[str] = Option([], help="A field of a dict task that only the reward function receives; repeatable.")
-    cwd: Path | None = Option(None, help="Working directory of the agent.")
-    log: Path | None = Option(None, help="File for what the agent prints (default: stderr).")
-    redirect: bool | None = Option(
-        None,
-        help="Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training run"
-        " are redirected to that run).",
-    )
-    patience: float = Option(600.0, min=0, help="Seconds for which the server may be unreachable.")
+    concurrency: int = Option(32, min=1)
+    """Concurrent attempts."""
+    hosts: int = Option(1, min=1)
+    """Processes that run Python agents."""
+    fresh_process: bool = False
+    """Run every attempt in a new process."""
+    queues: list[str] | None = Option(None, "--queue")
+    """Claim only from this queue; repeatable."""
+    worker_id: str | None = None
+    """Name of the worker in the store (default: host and process)."""
+    lease_seconds: float = Option(30.0, "--lease", min=1)
+    """Seconds without a heartbeat after which other runners get the rollouts."""
+    max_rollouts: int | None = Option(None, min=1)
+    """Exit after this number of rollouts."""
+    hide: list[str] = Option([])
+    """A field of a dict task that only the reward function receives; repeatable."""
+    cwd: Path | None = None
+    """Working directory of the agent."""
+    log: Path | None = None
+    """File for what the agent prints (default: stderr)."""
+    redirect: bool | None = None
+    """Redirect the agent's model calls to the server (default: if it has a model; rollouts of a training run are
+    redirected to that run)."""
+    patience: float = Option(600.0, min=0)
+    """Seconds for which the server may be unreachable."""
 
 
 async def runner(
     ctx: Context,
     *,
-    server: str | None = Option(
-        None,
-        envvar="AGL_SERVER",
-        help="The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).",
-    ),
+    server: str | None = Option(None, envvar="AGL_SERVER"),
     agent: Agent = None,
     options: RunnerOptions,
     token: Token = None,
-    variables: list[str] = Option(
-        [], "--variable", help="VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable."
-    ),
-    drain_seconds: float | None = Option(
-        None, min=0, help="Time for attempts to finish after SIGTERM (default: unlimited)."
-    ),
-    job: Path | None = Option(
-        None,
-        help="Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the command"
-        " of its container, by default that of the image.",
-    ),
-    job_api: str | None = Option(
-        None,
-        help="The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's cluster.",
-    ),
-    job_start_seconds: float = Option(600.0, min=1, help="Time in which the container of a Job has to start."),
+    variables: list[str] = Option([], "--variable"),
+    drain_seconds: float | None = Option(None, min=0),
+    job: Path | None = None,
+    job_api: str | None = None,
+    job_start_seconds: float = Option(600.0, min=1),
     log_format: LogFormat = "text",
 ) -> Result:
     """Run an agent on the rollouts of a server, until stopped.
@@ -472,15 +425,21 @@ async def runner(
     SIGTERM or Ctrl-C: claim no more rollouts, let running attempts finish, report, exit 0. Again: stop running attempts
     and requeue them.
 
+    server: The URL of `agl serve`: http://HOST:PORT (else AGL_SERVER_HOST and AGL_SERVER_PORT).
+    variables: VARIABLE=FIELD: an environment variable with a field of a dict task; repeatable.
+    drain_seconds: Time for attempts to finish after SIGTERM (default: unlimited).
+    job: Run each attempt in a Kubernetes Job made from this manifest (YAML or JSON); --agent is then the command of its
+        container, by default that of the image.
+    job_api: The URL of the Kubernetes API server, as that of `kubectl proxy`; by default that of this pod's cluster.
+    job_start_seconds: Time in which the container of a Job has to start.
+
     \b
     Examples:
       agl runner --server http://hub:4747 --agent agent.py:solve --reward reward.py:score
       agl runner --server http://hub:4747 --agent "node agent.mjs" --variable QUESTION=question --concurrency 8
     """
-    from agentlightning.attempt_address import attempt_secret
     from agentlightning.observability import logs
     from agentlightning.runner import Runner
-    from agentlightning.store.http.client import LightningStoreClient
 
     output: Output = ctx.obj
     logs.configure(log_format, secret=token)
@@ -490,7 +449,6 @@ async def runner(
     if given is None:
         raise ConfigError("agl runner needs --agent: module:name, path/file.py:name, or a command line, or --job")
     async with AsyncExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
         store = LightningStoreClient(url, token or None)
         stack.push_async_callback(store.close)
         made = Runner(
@@ -502,10 +460,10 @@ async def runner(
             env=_fields(variables),
             **vars(options),
         )
+        signals = stack.enter_context(StopSignals(made.stop_at_once))
         stack.push_async_callback(made.stop, 0)
         found: dict[str, int] = {}
         if not await signals.while_running(_start_runner(made, store)):
-            signals.actions.append(made.stop_at_once)
             output.console.print(f"{made.worker_id} runs {made.pool.agent} for {url}")
             if await signals.while_running(made.wait()):
                 running = made.statistics.running
@@ -529,9 +487,6 @@ def _server_url(server: str | None) -> str:
 
 def _job_template(path: Path, agent: str | None, api: str | None, start_seconds: float) -> AgentLike:
     """The agent whose attempts are Jobs. Raises ConfigError."""
-    from agentlightning.runner.agents.agent import CommandLine, agent_spec
-    from agentlightning.util.plugins import load_plugin
-
     command = None if agent is None else agent_spec(agent)
     if command is not None and not isinstance(command, CommandLine):
         raise ConfigError(f"--agent {agent} is Python; with --job it is the command of the container, in any language")
@@ -541,13 +496,9 @@ def _job_template(path: Path, agent: str | None, api: str | None, start_seconds:
 
 
 def _fields(texts: Sequence[str]) -> dict[str, str]:
-    fields = dict[str, str]()
-    for text in texts:
-        name, equals, key = text.partition("=")
-        if not equals or not name or not key:
-            raise ConfigError(f"--variable {text!r} has no field; write VARIABLE=FIELD")
-        fields[name] = key
-    return fields
+    if wrong := [text for text in texts if not all(text.partition("="))]:
+        raise ConfigError(f"--variable {wrong[0]!r} has no field; write VARIABLE=FIELD")
+    return dict(text.split("=", 1) for text in texts)
 
 
 async def _start_runner(runner: Runner, store: LightningStoreClient) -> None:

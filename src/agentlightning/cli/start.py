@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from agentlightning.cli.options import MODEL_HELP
 from agentlightning.cli.output import Result, agl, writing
@@ -21,14 +21,15 @@ from agentlightning.errors import ConfigError
 
 
 def init(
-    directory: Path = Argument(Path("."), help="The folder to make (default: the current one)."),
-    kind: Literal["function", "command", "langgraph", "openai-agents"] | None = Option(
-        None, help="The kind of agent; asked for without it."
-    ),
+    directory: Path = Argument(Path(".")),
+    kind: Literal["function", "command", "langgraph", "openai-agents"] | None = None,
 ) -> Result:
     """Make a working folder to train an agent in: the agent, its reward, tasks, settings and a README.
 
     Nothing is overwritten: where one of its files exists, nothing is written.
+
+    directory: The folder to make (default: the current one).
+    kind: The kind of agent; asked for without it.
 
     \b
     Examples:
@@ -110,15 +111,8 @@ KINDS = {
 def files_of(kind: Kind) -> dict[str, str]:
     """The files of a folder for this kind of agent, by name."""
     tasks, demonstrations = _make_records()
-    values = {
-        "agent": kind.agent,
-        "concurrency": kind.concurrency,
-        "kind": kind.about,
-        "tasks": len(tasks),
-        "demonstrations": len(demonstrations),
-        "install": f"pip install {' '.join(kind.packages.values())}\n" if kind.packages else "",
-        "advice": kind.advice,
-    }
+    values: dict[str, Any] = {"kind": kind, "tasks": len(tasks), "demonstrations": len(demonstrations)}
+    values["install"] = f"pip install {' '.join(kind.packages.values())}\n" if kind.packages else ""
     return {
         "agent.py": _template(f"{kind.name}/agent.py.txt"),
         "reward.py": _template("shared/reward.py.txt"),

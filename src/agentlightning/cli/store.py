@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
-from msgspec import structs
+from msgspec import to_builtins
 from rich.filesize import decimal
 from typer import Argument, Context, Option
 
@@ -28,14 +28,13 @@ from agentlightning.cli.options import (
     weights_of,
 )
 from agentlightning.cli.output import Output, Result, agl, writing
+from agentlightning.dashboard.data.rollouts import RolloutSummary, Summaries, rollout_lines
 from agentlightning.errors import ConfigError
 from agentlightning.models import Precision
+from agentlightning.store.export import export_store, import_store
+from agentlightning.store.export.copy import check_source
+from agentlightning.store.types import Pruned, Queue
 from agentlightning.util.progress import Progress
-
-if TYPE_CHECKING:
-    from agentlightning.dashboard.data.rollouts import RolloutSummary
-    from agentlightning.store.types import Pruned, Queue
-
 
 # -- stats -----------------------------------------------------------------------------------------------------------
 
@@ -51,23 +50,20 @@ async def stats(store: StoreOfRun) -> Result:
     async with store.open() as opened:
         counts = await opened.statistics()
         queues = await opened.query_queues()
-    record = {"statistics": counts, "queues": [asdict(queue) for queue in queues]}
+    record = {"statistics": counts, "queues": queues}
     return Result(record, _counts(counts, queues), [agl("store", "list", store=store.place)])
 
 
-async def show(
-    store: StoreOfRun,
-    rollout_id: str | None = Argument(None, help="Its id, or the start of it (default: the newest rollout)."),
-) -> Result:
+async def show(store: StoreOfRun, rollout_id: str | None = Argument(None)) -> Result:
     """Show a rollout: its attempts, model calls, messages and reward.
+
+    rollout_id: Its id, or the start of it (default: the newest rollout).
 
     \b
     Examples:
       agl store show
       agl store show ro-01a2 --run runs/first
     """
-    from agentlightning.dashboard.data.rollouts import rollout_lines
-
     async with store.open() as opened:
         rollouts = await opened.query_rollouts(rollout_id_contains=rollout_id, newest_first=True, limit=100)
         rollout = next((each for each in rollouts if each.rollout_id.startswith(rollout_id or "")), None)
@@ -92,19 +88,20 @@ MOST_READ = 5000
 async def list_rollouts(
     store: StoreOfRun,
     chosen: Filter,
-    sort: Order = Option("newest", help="newest, reward (lowest first) or seconds (slowest first)."),
-    limit: int = Option(20, min=1, help="Rows to show."),
+    sort: Order = "newest",
+    limit: int = Option(20, min=1),
     reward_weights: RewardWeights = None,
 ) -> Result:
     """List rollouts with their reward, calls and failure.
+
+    sort: newest, reward (lowest first) or seconds (slowest first).
+    limit: Rows to show.
 
     \b
     Examples:
       agl store list --run runs/first --status failed
       agl store list --sort reward --limit 5
     """
-    from agentlightning.dashboard.data.rollouts import Summaries
-
     query, read = chosen.query(), limit if sort == "newest" else MOST_READ
     async with store.open() as opened:
         matching = await opened.count_rollouts(**query)
@@ -155,23 +152,28 @@ def _counts(counts: dict[str, int], queues: list[Queue]) -> Iterator[str]:
 async def prune(
     ctx: Context,
     store: AnyStore,
-    older_than: str | None = Option(None, help="Remove rollouts that finished longer ago: 12h, 30d, 2w."),
-    keep: int | None = Option(None, min=0, help="Keep this number of finished rollouts, the newest ones."),
-    max_size: str | None = Option(None, help="Keep the newest rollouts up to this size: 500MB, 10GB."),
-    dry_run: bool = Option(False, "--dry-run", help="Print what would be removed, and stop."),
-    yes: bool = Option(False, "--yes", "-y", help="Do not ask for confirmation."),
+    older_than: str | None = None,
+    keep: int | None = Option(None, min=0),
+    max_size: str | None = None,
+    dry_run: bool = False,
+    yes: bool = Option(False, "--yes", "-y"),
 ) -> Result:
     """Remove the oldest finished rollouts until the others fit.
 
     Their attempts and spans are removed too. Unfinished rollouts and resources stay, and in the store of a training run
     also the rollouts that the run still needs. The file becomes smaller only with `agl store vacuum`.
 
+    older_than: Remove rollouts that finished longer ago: 12h, 30d, 2w.
+    keep: Keep this number of finished rollouts, the newest ones.
+    max_size: Keep the newest rollouts up to this size: 500MB, 10GB.
+    dry_run: Print what would be removed, and stop.
+    yes: Do not ask for confirmation.
+
     \b
     Examples:
       agl store prune --older-than 30d --dry-run
       agl store prune --store hub.db --keep 100000 --yes
     """
-
     from agentlightning.training.persistence.run_dir import rollouts_in_use
 
     output: Output = ctx.obj
@@ -234,22 +236,23 @@ async def vacuum(store: AnyStore) -> Result:
 async def export_(
     store: StoreOfRun,
     chosen: Filter,
-    file: Path = Argument(help="Ends in .jsonl, .jsonl.gz or .parquet."),
-    queues: list[str] | None = Option(None, "--queue", help="Only rollouts of this queue; repeatable."),
-    force: bool = Option(False, "--force", help="Overwrite an existing file."),
+    file: Path = Argument(),
+    queues: list[str] | None = Option(None, "--queue"),
+    force: bool = False,
 ) -> Result:
     """Write resources, rollouts, attempts and spans to a file that `agl store import` reads.
 
     The store may be written to meanwhile. The file appears when it is complete.
+
+    file: Ends in .jsonl, .jsonl.gz or .parquet.
+    queues: Only rollouts of this queue; repeatable.
+    force: Overwrite an existing file.
 
     \b
     Examples:
       agl store export rollouts.jsonl.gz --run runs/first
       agl store export train.jsonl --store hub.db --mode train --status succeeded
     """
-
-    from agentlightning.store.export import export_store
-
     with Progress() as progress:
         async with store.open() as opened:
             progress.phase("exporting rollouts")
@@ -272,21 +275,19 @@ async def export_(
     return Result({"file": str(file), **asdict(exported)}, text, after)
 
 
-async def import_(store: AnyStore, file: Path = Argument(help="Written by `agl store export`.")) -> Result:
+async def import_(store: AnyStore, file: Path = Argument()) -> Result:
     """Add the contents of a file to a store.
 
     What the store already has stays as it is, so that an import can be repeated. Unfinished rollouts are queued. Of a
     truncated or damaged file, the part before the damage is imported.
+
+    file: Written by `agl store export`.
 
     \b
     Examples:
       agl store import rollouts.jsonl.gz
       agl store import train.jsonl --store copy.db
     """
-
-    from agentlightning.store.export import import_store
-    from agentlightning.store.export.copy import check_source
-
     check_source(file)  # before a database is created for it
     with Progress() as progress:
         async with store.open(create=True) as opened:
@@ -319,16 +320,23 @@ SUFFIXES = {"hf": "", "gguf-ready": "", "gguf": ".gguf"}
 
 async def export(
     run: Run = None,
-    to: Form = Option("hf", help="hf, gguf-ready and gguf: weights; the others: rollouts as lines."),
-    out: Path | None = Option(None, help="File or directory (default: RUN/export/FORM)."),
-    min_reward: float | None = Option(None, help="Only rollouts with at least this reward."),
-    target_agent: str | None = Option(None, help="Only calls of agents whose name matches."),
+    to: Form = "hf",
+    out: Path | None = None,
+    min_reward: float | None = None,
+    target_agent: str | None = None,
     store: GivenStore = None,
-    overwrite: bool = Option(False, "--overwrite", help="Replace the file of --out, if there is one."),
+    overwrite: bool = False,
     reward_weights: RewardWeights = None,
-    precision: Precision | None = Option(None, help="Of the matrices of a GGUF file (default: f16)."),
+    precision: Precision | None = None,
 ) -> Result:
     """Write the weights of a run for transformers, llama.cpp or Ollama, or its training rollouts as a data set.
+
+    to: hf, gguf-ready and gguf: weights; the others: rollouts as lines.
+    out: File or directory (default: RUN/export/FORM).
+    min_reward: Only rollouts with at least this reward.
+    target_agent: Only calls of agents whose name matches.
+    overwrite: Replace the file of --out, if there is one.
+    precision: Of the matrices of a GGUF file (default: f16).
 
     \b
     Examples:
@@ -346,23 +354,18 @@ async def export(
         if out is not None and not overwrite and path.exists():
             raise ConfigError(f"{path} exists; give another --out, or --overwrite")
     if to == "hf" or to == "gguf-ready" or to == "gguf":
-        only = {
-            "--min-reward": min_reward,
-            "--target-agent": target_agent,
-            "--store": store,
-            "--reward-weights": reward_weights,
-        }
-        if unused := [name for name, value in only.items() if value is not None]:
+        names = ("--min-reward", "--target-agent", "--store", "--reward-weights")
+        values = (min_reward, target_agent, store, reward_weights)
+        if unused := [name for name, value in zip(names, values, strict=True) if value is not None]:
             raise ConfigError(f"{', '.join(unused)} select rollouts, and --to {to} writes weights; leave them out")
         with writing(path):
-            weights = export_weights(run, to, path, precision or "f16")
-        found = {"path": str(path), "files": list(weights.files), "merged": weights.merged}
+            written = export_weights(run, to, path, precision or "f16")
         after = agl("serve", "--allow-unattributed", model=path)
     else:
         selection = Selection(min_reward, target_agent, weights_of(reward_weights, run))
         with writing(path):
-            rows = await export_dataset(run, to, path, selection, store)
-        found = structs.asdict(rows) | {"path": str(path)}
+            written = await export_dataset(run, to, path, selection, store)
         learning = {"openai-jsonl": "sft", "dpo-jsonl": "dpo"}.get(to)
         after = agl(learning, model="tiny", data=path) if learning else agl("report", run)
+    found = to_builtins(written, enc_hook=str)
     return Result(found, [f"{key}: {value}" for key, value in found.items()], [after])

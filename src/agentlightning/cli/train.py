@@ -28,13 +28,16 @@ from agentlightning.cli.options import (
     weights_of,
 )
 from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes, writing
+from agentlightning.credit.rejection import describe_reasons
 from agentlightning.errors import ConfigError
 from agentlightning.models.resolve import TINY
+from agentlightning.store.base import LightningStore
+from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.util.progress import Progress
+from agentlightning.util.settings import dump_toml, load_settings
 
 if TYPE_CHECKING:
     from agentlightning.evaluation.intervals import Gain
-    from agentlightning.store.base import LightningStore
     from agentlightning.training.dry_run import DryRun, DryRunRollout
     from agentlightning.training.report.result import TrainingResult
 
@@ -42,21 +45,15 @@ if TYPE_CHECKING:
 def train(
     ctx: Context,
     subject: Subject,
-    settings: list[str] = Argument([], help="section.key=value ..."),
-    config: Path | None = Option(None, help="A TOML file of settings."),
-    seed: int | None = Option(None, help="Seed of data order and sampling."),
+    settings: list[str] = Argument([]),
+    config: Path | None = None,
+    seed: int | None = None,
     run: NewRun = None,
-    resume: Path | None = Option(None, help="Continue the run in this directory; settings change those of the run."),
-    server: str | None = Option(
-        None, help="Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent."
-    ),
+    resume: Path | None = None,
+    server: str | None = None,
     token: Token = None,
-    dry_run: bool = Option(
-        False, "--dry-run", help="Check everything short of training: imports, tasks, a few rollouts; then exit."
-    ),
-    print_config: bool = Option(
-        False, "--print-config", help="Print all settings with their explanations as TOML and exit."
-    ),
+    dry_run: bool = False,
+    print_config: bool = False,
 ) -> Result | None:
     """Train an agent on tasks, and measure the gain on tasks it has not seen.
 
@@ -76,6 +73,14 @@ def train(
       evaluation.every=10            steps between validations
     All settings with their meaning: agl train --print-config
 
+    settings: section.key=value ...
+    config: A TOML file of settings.
+    seed: Seed of data order and sampling.
+    resume: Continue the run in this directory; settings change those of the run.
+    server: Use the store of this `agl serve`; with runner.hosts=0 its runners run the agent.
+    dry_run: Check everything short of training: imports, tasks, a few rollouts; then exit.
+    print_config: Print all settings with their explanations as TOML and exit.
+
     \b
     Examples:
       agl train --agent agent.py:solve --reward reward.py:score --data tasks.jsonl --model smollm2-135m
@@ -84,7 +89,6 @@ def train(
     """
     from agentlightning.config import TrainConfig
     from agentlightning.training.persistence.run_dir import settings_of_run
-    from agentlightning.util.settings import dump_toml, load_settings
 
     output = ctx.obj
     output.run_dir = resume or run
@@ -93,26 +97,24 @@ def train(
     changes = overrides({SHORTCUTS.get(name, name): value for name, value in named.items()}, settings)
     if resume is None:
         resolved = load_settings(TrainConfig, toml=config or own_config(), overrides=changes)
-    elif config is not None:
-        raise ConfigError("--resume uses the run's own settings; give those to change as section.key=value")
-    elif run is not None:
-        raise ConfigError(f"--resume {resume} continues in that directory; leave out --run {run}")
+    elif config or run:
+        raise ConfigError(
+            f"--resume continues {resume} with its own settings; give those to change as section.key=value, and leave"
+            " out --config and --run"
+        )
     else:
         resolved = settings_of_run(resume, changes)
-    parts: Any = {"progress": Progress(console=output.console)}
-    if server is not None:
-        from agentlightning.store.http.client import LightningStoreClient
-
-        parts["store"] = LightningStoreClient(server, token)
+    store = LightningStoreClient(server, token) if server is not None else None
     if print_config:
         typer.echo(dump_toml(resolved), nl=False)
         return None
     from agentlightning.trainer import Trainer
 
-    if resume is not None:
-        trainer = Trainer.resume(resume, changes=changes, **parts)
-    else:
+    parts: Any = {"store": store, "progress": Progress(output.console)}
+    if resume is None:
         trainer = Trainer(resolved, run_dir=run, **parts)
+    else:
+        trainer = Trainer.resume(resume, changes=changes, **parts)
     if dry_run:
         found = trainer.dry_run()
         after = [again if found.is_ready else f"{again} --dry-run"]
@@ -132,20 +134,26 @@ SHORTCUTS = {"data": "data.train", "model": "policy.model", "seed": "run.seed"}
 class Recorded:
     """What is learned from, and as which run, by every verb that learns from recorded sessions."""
 
-    settings: list[str] = Argument([], help="setting=value ...")
+    settings: list[str] = Argument([])
+    """setting=value ..."""
     model: Model = None
-    store: str | None = Option(None, help="A SQLite file, postgresql://... or the URL of `agl serve`.")
+    store: str | None = None
+    """A SQLite file, postgresql://... or the URL of `agl serve`."""
     reward_weights: RewardWeights = None
-    target_agent: str | None = Option(None, help="Only calls of agents whose whole name matches are learned from.")
-    eval_agent: str | None = Option(None, help="module:name of an agent to measure on --held-out before and after.")
-    held_out: str | None = Option(None, help="Tasks to measure on: a JSONL, JSON, CSV or Parquet file.")
+    target_agent: str | None = None
+    """Only calls of agents whose whole name matches are learned from."""
+    eval_agent: str | None = None
+    """module:name of an agent to measure on --held-out before and after."""
+    held_out: str | None = None
+    """Tasks to measure on: a JSONL, JSON, CSV or Parquet file."""
     reward: Reward = None
-    seed: int = Option(0, help="Seed of the order of the data.")
+    seed: int = 0
+    """Seed of the order of the data."""
     run: NewRun = None
-    checkpoint_every: int | None = Option(None, min=1, help="Updates between checkpoints (default: 20).")
-    resume: Path | None = Option(
-        None, help="Continue the run in this directory, with the settings and the data it has."
-    )
+    checkpoint_every: int | None = Option(None, min=1)
+    """Updates between checkpoints (default: 20)."""
+    resume: Path | None = None
+    """Continue the run in this directory, with the settings and the data it has."""
 
     @cached_property
     def sessions(self) -> LightningStore | None:
@@ -156,46 +164,51 @@ class Recorded:
 
     def learn(self, verb: str, make: Callable[[], Any], data: str | None, output: Output) -> Result:
         """Train with the algorithm that `make` returns, or continue a run, which keeps its settings and `data`."""
-        from agentlightning.config import RunConfig, TrainConfig
+        from agentlightning.config import TrainConfig
         from agentlightning.trainer import Trainer
 
-        directory = output.run_dir = Path(self.resume or self.run or RUNS / time.strftime(f"{verb}-%Y%m%d-%H%M%S"))
-        parts: Any = {"reward": self.reward, "progress": Progress(console=output.console)}
-        if self.resume is None:
-            parts["algorithm"] = make()
-            if self.model is None:
-                raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
-            config = TrainConfig(run=RunConfig(checkpoint_every=self.checkpoint_every))
-            parts |= {"run_dir": directory, "model": self.model, "seed": self.seed}
-            trainer = Trainer(config, store=self.sessions, **parts)
-        else:
+        directory = output.run_dir = self.resume or self.run or RUNS / time.strftime(f"{verb}-%Y%m%d-%H%M%S")
+        parts: Any = {"reward": self.reward, "progress": Progress(output.console)}
+        if self.resume is not None:
             named = {"settings": self.settings, "--model": self.model, "--data": data, "--run": self.run}
             if kept := [name for name, value in named.items() if value]:
                 raise ConfigError(f"--resume uses the run's own settings and data; leave out {', '.join(kept)}")
             trainer = Trainer.resume(directory, store=self.sessions, **parts)
+        else:
+            algorithm = make()
+            if self.model is None:
+                raise ConfigError("--model is missing: give a directory, a .gguf file, a short or hub name, or tiny")
+            of_run = overrides({"policy.model": self.model, "run.checkpoint_every": self.checkpoint_every}, [])
+            config = load_settings(TrainConfig, overrides=[*of_run, f"run.seed={self.seed}"])
+            trainer = Trainer(config, algorithm=algorithm, store=self.sessions, run_dir=directory, **parts)
         return report_of(trainer.train(eval_agent=self.eval_agent, held_out_dataset=self.held_out))
 
 
 def sft(
     ctx: Context,
     *,
-    data: str | None = Option(None, help="Conversations: a JSONL, JSON, CSV or Parquet file."),
+    data: str | None = None,
     given: Recorded,
-    validation: str | None = Option(None, help="Conversations to measure the loss on."),
-    threshold: float = Option(0.5, help="With --store: sessions with at least this reward."),
-    best_of: int | None = Option(None, help="With --store: at most so many sessions of a task."),
-    pass_rate: tuple[float, float] | None = Option(
-        None, help="With --store: only tasks solved in this share of sessions."
-    ),
-    duplicates: bool = Option(False, "--duplicates", help="With --store: keep equal sessions."),
-    self_verified: bool = Option(
-        False, "--self-verified", help="With --store: sessions that agree with the majority of their task."
-    ),
-    out: Path | None = Option(None, help="Also write the model to this directory."),
+    validation: str | None = None,
+    threshold: float = 0.5,
+    best_of: int | None = None,
+    pass_rate: tuple[float, float] | None = None,
+    duplicates: bool = False,
+    self_verified: bool = False,
+    out: Path | None = None,
 ) -> Result:
     """Supervised learning on conversations, or on the successful sessions of a store.
 
     Settings are those of agl.config.SFTConfig, for example epochs=2, optimizer.lr=1e-5 or lora.r=16.
+
+    data: Conversations: a JSONL, JSON, CSV or Parquet file.
+    validation: Conversations to measure the loss on.
+    threshold: With --store: sessions with at least this reward.
+    best_of: With --store: at most so many sessions of a task.
+    pass_rate: With --store: only tasks solved in this share of sessions.
+    duplicates: With --store: keep equal sessions.
+    self_verified: With --store: sessions that agree with the majority of their task.
+    out: Also write the model to this directory.
 
     \b
     Examples:
@@ -205,7 +218,6 @@ def sft(
 
     def algorithm() -> Any:
         from agentlightning.algorithms.sft import SFTAlgorithm, SFTConfig
-        from agentlightning.util.settings import load_settings
 
         if (data is None) == (given.store is None):
             raise ConfigError("give --data FILE or --store STORE: one of them is what is learned from")
@@ -226,15 +238,12 @@ def sft(
     return given.learn("sft", algorithm, data, ctx.obj)
 
 
-def dpo(
-    ctx: Context,
-    *,
-    data: str | None = Option(None, help="Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file."),
-    given: Recorded,
-) -> Result:
+def dpo(ctx: Context, *, data: str | None = None, given: Recorded) -> Result:
     """Learn from preferences between recorded sessions of a task, or from pairs in a file: DPO, IPO, KTO or SimPO.
 
     Settings are those of agl.config.DPOConfig, for example loss=ipo, pairs=branches, steps=50 or optimizer.lr=1e-6.
+
+    data: Pairs with prompt, chosen and rejected: a JSONL, JSON, CSV or Parquet file.
 
     \b
     Examples:
@@ -244,7 +253,6 @@ def dpo(
 
     def algorithm() -> Any:
         from agentlightning.algorithms.preference import DPO, DPOConfig
-        from agentlightning.util.settings import load_settings
 
         if data is not None and given.store is not None:
             raise ConfigError("give --data FILE or --store STORE, not both: one of them is what is learned from")
@@ -259,18 +267,16 @@ def dpo(
 
 
 def demo(
-    ctx: Context,
-    model: str = Option(
-        TINY, help="A pretrained model: smollm2-135m, or any other as for agl train. tiny: one made on the spot."
-    ),
-    seed: int = Option(0, help="Seed of the problems, the starting policy and the sampling."),
-    steps: int | None = Option(None, min=1, help="Steps of reinforcement learning."),
-    run: NewRun = None,
+    ctx: Context, model: str = TINY, seed: int = 0, steps: int | None = Option(None, min=1), run: NewRun = None
 ) -> Result:
     """Train an agent by reinforcement learning on this machine: two cores, no GPU.
 
     The model is made on the spot, without a download, and learns to call a calculator. A pretrained model learns to
     read customers' messages.
+
+    model: A pretrained model: smollm2-135m, or any other as for agl train. tiny: one made on the spot.
+    seed: Seed of the problems, the starting policy and the sampling.
+    steps: Steps of reinforcement learning.
 
     \b
     Examples:
@@ -295,8 +301,6 @@ def demo(
 
 
 OUTCOME_STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
-MOST_OF_MESSAGE = 400
-"""Characters of a message that are shown."""
 LAST_LINES = 8
 """Lines of a traceback that are shown, the last ones."""
 
@@ -326,21 +330,17 @@ def dry_run_lines(found: DryRun) -> Iterator[RenderableType]:
 
 def _example_lines(rollouts: tuple[DryRunRollout, ...]) -> Iterator[str]:
     """The best of them, message by message."""
+    from agentlightning.dashboard.data.rollouts import shortened
     from agentlightning.training.sources.collector import said
 
     shown = max(rollouts, key=lambda each: (each.policy_calls > 0, each.reward is not None, each.reward or 0.0))
     reward = "no reward" if shown.reward is None else f"reward {shown.reward:g}"
     yield ""
     yield f"one rollout of {len(rollouts)}, {reward}"
-    yield f"  task       {_short(shown.task)}"
+    yield f"  task       {shortened(shown.task)}"
     for message in shown.transcript:
-        yield f"  {message.get('role', '?')!s:<10} {_short(said(message))}"
-    yield f"  output     {_short(shown.output)}"
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= MOST_OF_MESSAGE else f"{text[: MOST_OF_MESSAGE - 3]}..."
+        yield f"  {message.get('role', '?')!s:<10} {shortened(said(message))}"
+    yield f"  output     {shortened(shown.output)}"
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -364,7 +364,6 @@ def report_of(result: TrainingResult) -> Result:
 
 
 def _result_lines(result: TrainingResult) -> Iterator[RenderableType]:
-    from agentlightning.credit.rejection import describe_reasons
 
     yield ""
     for mode, gain in result.held_out.items():
@@ -422,14 +421,12 @@ def best_and_worst(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
     path = run_dir / "transcripts.jsonl"
     rows = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
     last = [row for row in rows if row["step"] == rows[-1]["step"] and row["reward"] is not None]
-    if not last:
-        return []
-    best, worst = max(last, key=lambda row: row["reward"]), min(last, key=lambda row: row["reward"])
-    return [("best", best), ("worst", worst)] if best["reward"] > worst["reward"] else [("one", best)]
+    last.sort(key=lambda row: -row["reward"])
+    spread = last and last[0]["reward"] > last[-1]["reward"]
+    return [("best", last[0]), ("worst", last[-1])] if spread else [("one", row) for row in last[:1]]
 
 
 def _missing(result: TrainingResult, mode: str, gain: Gain) -> str:
-    from agentlightning.credit.rejection import describe_reasons
 
     counts = (("before", gain.missing_before), ("after", gain.missing_after))
     parts = [
