@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import uuid4
 
@@ -50,56 +49,50 @@ def unknown(what: str) -> NotFoundError:
     )
 
 
-@dataclass(slots=True)
-class _Turns:
-    """Of the requests of one model."""
-
-    passed: int = -1
-    """The number of the last one that has run."""
-    ended: defaultdict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
-    """By number: set when that has run, and the next one may."""
-
-
 class Requests:
     """The requests of a session that have not been forgotten. The id of one that has a turn is MODEL:NUMBER."""
 
     def __init__(self, session: str) -> None:
         self._session = session
         self._tasks: dict[str, asyncio.Task[Response]] = {}
-        self._turns: dict[str, _Turns] = {}
-        """By model."""
+        self._passed: dict[str, int] = {}
+        """By model, the number of its last request that has run."""
+        self._turn = asyncio.Condition()
+        """Notified when one has run."""
         self._fetched: OrderedDict[str, int] = OrderedDict()
 
-    def start(self, work: Work) -> str:
+    def start(self, work: Work, name: str | None = None) -> str:
         """Run at once. Returns the id of the request."""
-        return self._start(f"{self._session}:{uuid4().hex}", work)
+        name = name or f"{self._session}:{uuid4().hex}"
+        self._tasks[name] = asyncio.create_task(_run(work))
+        return name
 
     def open_queue(self, model: str, first: Work) -> str:
         """Run the request that makes a model; later ones of it begin with number 1."""
-        self._turns.setdefault(model, _Turns())
+        self._passed.setdefault(model, -1)
         return self.enqueue(model, 0, first)
 
     def enqueue(self, model: str, number: int, work: Work) -> str:
         """Run when all requests of the model with smaller numbers have. Raises NotFoundError for an unknown model,
         and ConfigError for a number that has passed and whose result is forgotten."""
-        if (turns := self._turns.get(model)) is None:
+        if model not in self._passed:
             raise unknown(f"model {model!r}")
         if (name := f"{model}:{number}") in self._tasks:
             return name
-        if number <= turns.passed:
+        if number <= self._passed[model]:
             raise ConfigError(f"request {number} of model {model} has run, and its result is no longer kept")
 
         async def in_turn() -> Found:
-            if number:
-                await turns.ended[number - 1].wait()
+            async with self._turn:
+                await self._turn.wait_for(lambda: self._passed[model] == number - 1)
             try:
                 return await work()
             finally:
-                turns.passed = number
-                turns.ended.pop(number - 1, None)
-                turns.ended[number].set()
+                self._passed[model] = number
+                async with self._turn:
+                    self._turn.notify_all()
 
-        return self._start(name, in_turn)
+        return self.start(in_turn, name)
 
     async def fetch(self, name: str, seconds: float) -> Response | None:
         """The result of a request; None if it is not there in so many seconds. Raises NotFoundError for an unknown
@@ -118,7 +111,7 @@ class Requests:
 
     def cancel(self, name: str) -> None:
         """Stop a request that has no turn; others run on."""
-        if name in self._tasks and name.rpartition(":")[0] not in self._turns:
+        if name in self._tasks and name.rpartition(":")[0] not in self._passed:
             self._tasks[name].cancel()
 
     async def close(self) -> None:
@@ -126,10 +119,6 @@ class Requests:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def _start(self, name: str, work: Work) -> str:
-        self._tasks[name] = asyncio.create_task(_run(work))
-        return name
 
 
 async def _run(work: Work) -> Response:
