@@ -33,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def serving(model: Path, tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Server]]:
     @asynccontextmanager
-    async def serve(port: int = 0, **options: Any) -> AsyncGenerator[Server]:
-        host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"), **options)
+    async def serve(port: int = 0) -> AsyncGenerator[Server]:
+        host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"))
         store = SqlStore(":memory:")
         async with (
             tinker_routes([host], tmp_path / "saved", TOKEN) as pages,

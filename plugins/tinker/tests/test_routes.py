@@ -43,7 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def client(model: Path, tmp_path: Path) -> AsyncIterator[Client]:
-    host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"), max_copies=2)
+    host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"))
+    host.max_copies = 2
     store = SqlStore(":memory:")
     async with (
         tinker_routes([host], tmp_path / "saved", "secret") as pages,
@@ -176,7 +177,8 @@ async def test_a_loss_that_is_not_finite_changes_no_weight(client: Client) -> No
 
 
 async def test_a_gradient_that_fails_half_way_is_dropped(model: Path) -> None:
-    host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"), token_budget=4)
+    host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"))
+    host.token_budget = 4
     await host.run(host.create, "a", LoraShape(rank=4))
     datum = Datum(tuple(TOKENS[:4]), tuple(TOKENS[1:5]), {"weights": np.ones(4, np.float32)})
     passed: list[Any] = []
@@ -310,12 +312,12 @@ async def test_what_is_still_made_for_a_session_that_ends_is_forgotten(model: Pa
     session = (await service.create_session(CreateSession()))["session_id"]
     body = {"session_id": session, "base_model": "tiny", "lora_config": LoraShape(rank=4)}
     first = (await service.begin(CreateModel(model_seq_id=0, **body)))["request_id"]
-    await service.session(first).requests.fetch(first, 10)
-    busy = asyncio.create_task(host.worker.run(lambda: time.sleep(0.2)))
+    await service.session(first).fetch(first, 10)
+    busy = asyncio.create_task(host.run(lambda: time.sleep(0.2)))
     await asyncio.sleep(0.05)
     await service.begin(CreateModel(model_seq_id=1, **body))
     snapshot = SaveForSampler(model_id=f"{session}:train:0", seq_id=1, sampling_session_seq_id=0)
-    service.session(session).requests.start(lambda: service.save_for_sampler(snapshot))
+    service.session(session).start(lambda: service.save_for_sampler(snapshot))
     await asyncio.sleep(0.05)
     assert not busy.done()
     await service.end_session(session)
@@ -400,8 +402,8 @@ async def test_an_answer_of_another_session_does_not_wait_for_a_thousand(model: 
             body["sampling_params"] = {"max_tokens": 4 if number else 64, "stop": []}
             ids.append((await service.sample(SampleRequest.model_validate(body)))["request_id"])
         for short in ids[1:]:
-            assert await service.session(short).requests.fetch(short, 60) is not None
-        assert await service.session(ids[0]).requests.fetch(ids[0], 0) is None, "the others came first"
+            assert await service.session(short).fetch(short, 60) is not None
+        assert await service.session(ids[0]).fetch(ids[0], 0) is None, "the others came first"
     finally:
         await service.close()
 
@@ -424,7 +426,7 @@ async def test_weights_saved_again_are_sampled_by_who_asks_for_them_then(
     before: list[Any] = []
 
     async def save_slowly(method: Any, *args: Any, **options: Any) -> Any:
-        if method == client.host.save:
+        if method == client.host.save_trained:
             before.append(await answer())
         return await run(method, *args, **options)
 

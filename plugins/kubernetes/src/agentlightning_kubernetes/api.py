@@ -44,12 +44,10 @@ class KubernetesApi:
 
     def __init__(self, url: str | None, namespace: str | None, account: Path = ACCOUNT) -> None:
         self._account = account if (account / "token").exists() else None
-        own = self._account and self._account / "namespace"
-        self.namespace = namespace or (own and own.exists() and own.read_text().strip()) or "default"
+        own, authority = account / "namespace", account / "ca.crt"
+        self.namespace = namespace or (own.exists() and own.read_text().strip()) or "default"
         self.url = url or _cluster_url()
-        verify: ssl.SSLContext | bool = True
-        if self._account is not None and (self._account / "ca.crt").exists():
-            verify = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
+        verify = ssl.create_default_context(cafile=str(authority)) if authority.exists() else True
         self._http = httpx.Client(base_url=self.url, verify=verify, timeout=REQUEST_SECONDS, trust_env=url is not None)
 
     def close(self) -> None:

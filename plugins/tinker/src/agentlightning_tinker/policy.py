@@ -63,13 +63,13 @@ class TinkerPolicy:
         check_config(config)
         assert config.lora is not None
         tokenizer = await asyncio.to_thread(_tokenizer, config)
-        remote = await TinkerSession.open(server, config.model, config.lora.r, config.seed)
+        session = await TinkerSession.open(server, config.model)
         try:
-            updater = RemoteUpdater(remote, config.lora.optimizer or config.optimizer)
-            policy = cls(config, tokenizer, remote, updater)
-            policy._sampler = await remote.sampler()
+            policy = cls(config, tokenizer, session, RemoteUpdater(session, config.lora.optimizer or config.optimizer))
+            await session.begin(config.lora.r, config.seed)
+            await policy._publish(0)
         except BaseException:
-            await remote.close()
+            await session.close("errored")
             raise
         return policy
 

@@ -12,12 +12,9 @@ from secrets import token_hex
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import WeightsConfig
 from agentlightning.weight_sync.disk import CheckpointFolder
-from agentlightning_weights.bucket import MANIFEST, Bucket, FileEntry, Manifest, folder_of
-from agentlightning_weights.differences import stored_form
+from agentlightning_weights.bucket import MANIFEST, WANTED, Bucket, FileEntry, Manifest, folder_of, stored_form
 
 logger = logging.getLogger(__name__)
-
-WANTED = "wanted"
 
 
 class WeightPublisher:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from secrets import randbits
+from typing import Any, Final, ParamSpec, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -25,19 +26,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.local.kv_cache import vocab_size
-from agentlightning.engine.local.scheduler import ContinuousBatcher
-from agentlightning.engine.local.worker import EngineWorker
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import SHARED, checkpoint
-from agentlightning.models.checkpoint import refusing
-from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, write_adapter
+from agentlightning.models.lora import Adapter, find_layers, read_weights, write_adapter
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.config import LocalPolicyConfig
+from agentlightning.policy.local import LocalPolicy
 from agentlightning.policy.losses import WEIGHTS, TokenBatch, TokenLoss
-from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import FloatArray
 from agentlightning_tinker.server.wire import ABOUT, AdamParams, Datum, LoraShape, Saved
@@ -56,62 +52,28 @@ class TrainedAdapter:
     shape: LoraShape
 
 
-class AdapterHost:
+class AdapterHost(LocalPolicy):
     """One model and the adapters over it. Make it with `AdapterHost.open`. What changes or uses an adapter, and is no
     coroutine, belongs into the thread of the model: `run` calls it there."""
 
-    def __init__(
-        self,
-        config: LocalPolicyConfig,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_copies: int = 8,
-        token_budget: int = 8192,
-    ) -> None:
-        """At most `max_copies` fixed copies are in memory; the others are read again when they are sampled."""
-        self.config = config
-        self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
-        self.context_length = usable_context_length(config, model, tokenizer)
-        self.vocab_size = vocab_size(model)
-        self._model = model
-        self._max_copies, self._token_budget = max_copies, token_budget
-        self._adapters = Adapters(model)
-        self._forward = Forward(model)
+    max_copies = 8
+    """So many fixed copies are in memory; the others are read again when they are sampled."""
+    token_budget = 8192
+
+    def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        if config.adapters:
+            raise ConfigError(f"a directory of adapters is not served; name the model below them, {config.model}")
+        super().__init__(config, model, tokenizer, make_updater=None)
         self.trained: dict[str, TrainedAdapter] = {}
         """The adapters that learn, by name."""
+        self._adapters, self._forward = self._learner.adapters, Forward(model)
         self._copies: OrderedDict[str, int] = OrderedDict()
         """The copies in memory, the one used last at the end, with their running answers."""
         self._loading = asyncio.Lock()
-        self.batcher = ContinuousBatcher(
-            model,
-            eos_token_ids=self.chat.eos_token_ids,
-            decode=self.chat.decode,
-            context_length=self.context_length,
-            max_batch_size=config.max_batch_size,
-            kv_cache_bytes=config.kv_cache_bytes,
-            prefix_cache_bytes=config.prefix_cache_bytes,
-            prefill_tokens=config.prefill_tokens,
-            seed=config.seed,
-            adapters=self._adapters,
-        )
-        self.worker = EngineWorker(self.batcher, threads=config.threads)
-
-    @classmethod
-    def open(cls, config: LocalPolicyConfig, **options: int) -> AdapterHost:
-        """Load the model. Raises ConfigError or PolicyError, naming the path."""
-        torch.set_num_threads(config.threads)
-        tokenizer, model = load_model(config)
-        placed = cast(nn.Module, model).to(find_device(config.device))
-        with refusing(model):
-            return cls(config, cast(PreTrainedModel, placed), tokenizer, **options)
 
     async def run(self, method: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call a method in the thread of the model. Raises PolicyError in place of foreign exceptions."""
-        return await self.worker.run(partial(method, *args, **options))
-
-    async def close(self) -> None:
-        await self.worker.close()
+        return await self._engine.run(partial(method, *args, **options))
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -123,7 +85,8 @@ class AdapterHost:
 
     def _add(self, name: str, shape: LoraShape) -> Adapter:
         targets = _layers(self._model, shape)
-        seed = (shape.seed or 0) + crc32(SHARED.encode()) - crc32(name.encode())  # As the policy of a run begins.
+        seed = randbits(31) if shape.seed is None else shape.seed
+        seed += crc32(SHARED.encode()) - crc32(name.encode())  # As the policy of a run begins.
         return self._adapters.add(name, r=shape.rank, alpha=ALPHA, targets=targets, seed=seed, head=shape.train_unembed)
 
     def check(self, data: Sequence[Datum]) -> None:
@@ -155,7 +118,7 @@ class AdapterHost:
         self._model.eval()
         try:
             with self._adapters.use(name), torch.set_grad_enabled(backward):
-                for numbers in _batches([len(each.inputs) for each in data], self._token_budget):
+                for numbers in _batches([len(each.inputs) for each in data], self.token_budget):
                     part = [data[number] for number in numbers]
                     logprobs_N = self._forward.of_targets([d.inputs for d in part], [d.targets for d in part])
                     value = loss(_token_batch(part, logprobs_N)).loss
@@ -198,7 +161,7 @@ class AdapterHost:
         optimizer.zero_grad()
         return {"grad_norm:mean": float(norm)}
 
-    def save(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
+    def save_trained(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
         """Write an adapter as the peft library does, what it fits, and the state of its optimiser beside it. The
         directory is complete, or as it was. Raises PolicyError."""
         own = self.trained[name]
@@ -211,7 +174,7 @@ class AdapterHost:
             lambda new: (new / ABOUT).write_text(about.model_dump_json()),
         )
 
-    def load(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
+    def load_trained(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
         """Put saved weights in place. Raises PolicyError for those of another shape, before anything changes."""
         own = self.trained[name]
         weights = read_weights(directory, own.adapter)
@@ -231,13 +194,17 @@ class AdapterHost:
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    async def sample(self, copy: Saved | None, prompt: Sequence[int], params: SamplingParams) -> Sample:
+    def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises as `Engine.sample` for a request that cannot be served. For any thread."""
+        self._generator.validate(prompt, params)
+
+    async def sample_copy(self, copy: Saved | None, prompt: Sequence[int], params: SamplingParams) -> Sample:
         """Sample one answer from the model below the adapters, or from a copy. Raises as `Engine.sample`, and
         PolicyError for a copy that is gone."""
         async with self._held(copy) as name:
-            return await self.worker.sample(prompt, params, None, name)
+            return await self.sample_adapter(name, prompt, params)
 
-    async def score(self, copy: Saved | None, tokens: Sequence[int]) -> FloatArray:
+    async def score_copy(self, copy: Saved | None, tokens: Sequence[int]) -> FloatArray:
         """log p of each token but the first, at temperature 1 [T - 1]."""
 
         def compute() -> FloatArray:
@@ -246,7 +213,7 @@ class AdapterHost:
                 return self._forward.of_targets([tokens[:-1]], [tokens[1:]]).float().cpu().numpy()
 
         async with self._held(copy) as name:
-            return await self.worker.run(compute)
+            return await self._engine.run(compute)
 
     @asynccontextmanager
     async def _held(self, copy: Saved | None) -> AsyncGenerator[str | None]:
@@ -257,7 +224,7 @@ class AdapterHost:
         async with self._loading:
             if copy.name not in self._copies:
                 idle = [each for each, running in self._copies.items() if not running]
-                await self.run(self._read_copy, copy, idle[: max(0, len(self._copies) + 1 - self._max_copies)])
+                await self.run(self._read_copy, copy, idle[: max(0, len(self._copies) + 1 - self.max_copies)])
                 self._copies[copy.name] = 0
             self._copies.move_to_end(copy.name)
             self._copies[copy.name] += 1
@@ -271,7 +238,7 @@ class AdapterHost:
         for name in unused:
             del self._copies[name]
             self._adapters.remove(name)
-        self.batcher.prefix_cache.clear(unused)
+        self._generator.prefix_cache.clear(unused)
         adapter = self._add(copy.name, copy.shape)
         try:
             adapter.load_state_dict(read_weights(copy.directory, adapter))

@@ -26,12 +26,12 @@ from agentlightning.policy.open import policy_config
 from agentlightning.store.http.endpoint import ClientDisconnected, receive_body, status_of
 from agentlightning_tinker.server import wire
 from agentlightning_tinker.server.host import AdapterHost
-from agentlightning_tinker.server.requests import Found, json_response
 from agentlightning_tinker.server.service import SCHEME, TinkerService
+from agentlightning_tinker.server.sessions import Found, json_response
 
 BASE: Final = "/api/v1"
-HEALTH: Final = "/healthz"
-DOWNLOAD: Final = "/download/{link:path}"
+HEALTH: Final = "GET /healthz"
+DOWNLOAD: Final = "GET /download/{link:path}"
 HEARTBEAT: Final = "/session_heartbeat"
 MAX_BODY_BYTES: Final = 64 << 20
 SMALLER: Final = "send fewer sequences at once, or raise --max-body"
@@ -80,43 +80,39 @@ async def tinker_routes(
 
 def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> list[BaseRoute]:
     of = _Endpoints(service, max_body_bytes)
-    gets: dict[str, Endpoint] = {
+    endpoints: dict[str, Endpoint] = {
         HEALTH: _always({"status": "ok"}),
         DOWNLOAD: of.download,
-        "/get_server_capabilities": _always(service.capabilities()),
-        "/samplers/{name}": of.sampler_info,
-        "/training_runs/{model}/checkpoints/{kind}/{name:path}/external_weights_urls": of.external_urls,
+        "GET /get_server_capabilities": _always(service.capabilities()),
+        "GET /samplers/{name}": of.sampler_info,
+        "GET /training_runs/{model}/checkpoints/{kind}/{name:path}/external_weights_urls": of.external_urls,
+        "POST /client/config": of.reading(wire.CreateSession, _always(CLIENT_CONFIG)),
+        "POST /client/dynamic_config": _always({"sample_cancel_enabled": True}),
+        "POST /telemetry": _always({"status": "accepted"}),
+        "POST /create_session": of.reading(wire.CreateSession, service.create_session),
+        f"POST {HEARTBEAT}": of.reading(wire.SessionId, service.heartbeat),
+        "POST /sessions/{name}/finish": of.end_session,
+        "POST /create_model": of.reading(wire.CreateModel, service.begin),
+        "POST /get_info": of.reading(wire.ModelId, service.info),
+        "POST /weights_info": of.reading(wire.WeightsPath, service.weights_info),
+        "POST /create_sampling_session": of.reading(wire.CreateSampler, service.create_sampler),
+        "POST /asample": of.reading(wire.SampleRequest, service.sample),
+        "POST /retrieve_future": of.reading(wire.RequestId, service.fetch),
+        "POST /cancel_future": of.reading(wire.RequestId, service.cancel),
+        "POST /forward_backward": of.forward_backward,
+        "POST /optim_step": of.reading(wire.OptimStep, service.optim_step),
+        "POST /save_weights": of.reading(wire.SaveWeights, service.save_weights),
+        "POST /save_weights_for_sampler": of.reading(wire.SaveForSampler, service.save_for_sampler),
+        "POST /save_weights_external": of.reading(wire.SaveExternal, service.save_external),
+        "POST /load_weights": of.reading(wire.LoadWeights, service.load_weights),
+        "GET,POST,PUT,DELETE /{path:path}": _not_offered,
     }
-    posts: dict[str, Endpoint] = {
-        "/client/config": of.reading(wire.CreateSession, _always(CLIENT_CONFIG)),
-        "/client/dynamic_config": _always({"sample_cancel_enabled": True}),
-        "/telemetry": _always({"status": "accepted"}),
-        "/create_session": of.reading(wire.CreateSession, service.create_session),
-        HEARTBEAT: of.reading(wire.SessionId, service.heartbeat),
-        "/sessions/{name}/finish": of.end_session,
-        "/create_model": of.reading(wire.CreateModel, service.begin),
-        "/get_info": of.reading(wire.ModelId, service.info),
-        "/weights_info": of.reading(wire.WeightsPath, service.weights_info),
-        "/create_sampling_session": of.reading(wire.CreateSampler, service.create_sampler),
-        "/asample": of.reading(wire.SampleRequest, service.sample),
-        "/retrieve_future": of.reading(wire.RequestId, service.fetch),
-        "/cancel_future": of.reading(wire.RequestId, service.cancel),
-        "/forward_backward": of.forward_backward,
-        "/optim_step": of.reading(wire.OptimStep, service.optim_step),
-        "/save_weights": of.reading(wire.SaveWeights, service.save_weights),
-        "/save_weights_for_sampler": of.reading(wire.SaveForSampler, service.save_for_sampler),
-        "/save_weights_external": of.reading(wire.SaveExternal, service.save_external),
-        "/load_weights": of.reading(wire.LoadWeights, service.load_weights),
-    }
-    routes = [
-        *((path, each, ["GET"]) for path, each in gets.items()),
-        *((path, each, ["POST"]) for path, each in posts.items()),
-        ("/{path:path}", _not_offered, ["GET", "POST", "PUT", "DELETE"]),
-    ]
-    return [
-        Route(BASE + path, _answering(each, None if path in (HEALTH, DOWNLOAD) else token), methods=methods)
-        for path, each, methods in routes
-    ]
+    routes: list[BaseRoute] = []
+    for name, endpoint in endpoints.items():
+        methods, path = name.split()
+        key = None if name in (HEALTH, DOWNLOAD) else token
+        routes.append(Route(BASE + path, _answering(endpoint, key), methods=methods.split(",")))
+    return routes
 
 
 def _answering(endpoint: Endpoint, token: str | None) -> Callable[[Request], Awaitable[Response]]:

@@ -13,9 +13,8 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import randbits, token_hex
+from secrets import token_hex
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -27,7 +26,7 @@ from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning_tinker.losses import make_loss
 from agentlightning_tinker.server import wire
 from agentlightning_tinker.server.host import AdapterHost
-from agentlightning_tinker.server.requests import Found, Requests, Work, unknown
+from agentlightning_tinker.server.sessions import Found, Sampler, Session, Work, require
 
 logger = logging.getLogger(__name__)
 
@@ -37,29 +36,6 @@ KINDS = WEIGHTS, SAMPLER, EXTERNAL, SNAPSHOTS = "weights", "sampler_weights", "e
 SESSION_SECONDS: Final = 900.0
 POLL_SECONDS: Final = 20.0
 """How long a request for a result waits for it."""
-
-
-@dataclass(slots=True)
-class Session:
-    """With its name begin those of its training runs, samplers and requests, before a colon."""
-
-    name: str
-    heard: float
-    requests: Requests
-    slots: asyncio.Semaphore
-    """For answers at the same time, three quarters of those that are sampled in one batch: those of another session do
-    not wait for all that one has asked for."""
-    models: dict[str, AdapterHost] = field(default_factory=dict[str, AdapterHost])
-    """By training run."""
-    samplers: dict[str, Sampler] = field(default_factory=dict[str, "Sampler"])
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    host: AdapterHost
-    copy: wire.Saved | None = None
-    """None: the model below the adapters."""
-    path: str | None = None
 
 
 class TinkerService:
@@ -81,16 +57,15 @@ class TinkerService:
     # -- sessions --------------------------------------------------------------------------------------------------
 
     async def create_session(self, request: wire.CreateSession) -> Found:
+        # Three quarters of a batch: answers of another session do not wait for all that one has asked for.
         name, batch = token_hex(8), min(host.config.max_batch_size for host in self.hosts.values())
-        slots = asyncio.Semaphore(batch - batch // 4)
-        self.sessions[name] = Session(name, time.monotonic(), Requests(name), slots)
+        self.sessions[name] = Session(name, batch - batch // 4)
         logger.info("session %s of a client of version %s", name, request.sdk_version or "unknown")
         return {"type": "create_session", "session_id": name}
 
     def session(self, name: str) -> Session:
         """The one of this name, or of what has this name. Raises NotFoundError for a session that has ended."""
-        if (found := self.sessions.get(name.partition(":")[0])) is None:
-            raise unknown(f"session {name!r}")
+        found = require(self.sessions.get(name.partition(":")[0]), f"session {name!r}")
         found.heard = time.monotonic()
         return found
 
@@ -102,7 +77,7 @@ class TinkerService:
         """Forget its training runs and samplers; weights that were saved under a name stay."""
         if (session := self.sessions.pop(name, None)) is None:
             return
-        await session.requests.close()
+        await session.close()
         for host in self.hosts.values():  # behind what is still made of the session in there
             await host.run(host.remove, f"{name}:")
         await asyncio.to_thread(self._remove_snapshots, name)
@@ -122,16 +97,16 @@ class TinkerService:
 
     def enqueue(self, place: Any, work: Work) -> Found:
         """Do the work of a request with a `model_id` and a `seq_id` in its turn."""
-        return {"request_id": self.session(place.model_id).requests.enqueue(place.model_id, place.seq_id, work)}
+        return {"request_id": self.session(place.model_id).enqueue(place.model_id, place.seq_id, work)}
 
     async def fetch(self, request: wire.RequestId) -> Found:
         name = request.request_id
-        result = await self.session(name).requests.fetch(name, POLL_SECONDS)
+        result = await self.session(name).fetch(name, POLL_SECONDS)
         return result or {"type": "try_again", "request_id": name, "queue_state": "active"}
 
     async def cancel(self, request: wire.RequestId) -> Found:
         with suppress(NotFoundError):  # its session has ended, and it with that
-            self.session(request.request_id).requests.cancel(request.request_id)
+            self.session(request.request_id).cancel(request.request_id)
         return {}
 
     # -- training runs ---------------------------------------------------------------------------------------------
@@ -147,7 +122,7 @@ class TinkerService:
             raise ConfigError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
         session = self.session(request.session_id)
         name = f"{session.name}:train:{request.model_seq_id}"
-        return {"request_id": session.requests.open_queue(name, lambda: self._make(session, name, request))}
+        return {"request_id": session.open_queue(name, lambda: self._make(session, name, request))}
 
     async def _make(self, session: Session, name: str, request: wire.CreateModel | wire.LoadWeights) -> Found:
         if isinstance(request, wire.LoadWeights):
@@ -157,7 +132,6 @@ class TinkerService:
             raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
         else:
             base, shape = request.base_model, request.lora_config
-            shape = shape.model_copy(update={"seed": randbits(31) if shape.seed is None else shape.seed})
         host = self._host(base)
         await host.run(host.create, name, shape)
         session.models[name] = host
@@ -167,9 +141,7 @@ class TinkerService:
 
     def model(self, name: str) -> AdapterHost:
         """What a training run is over. Raises NotFoundError."""
-        if (found := self.session(name).models.get(name)) is None:
-            raise unknown(f"model {name!r}")
-        return found
+        return require(self.session(name).models.get(name), f"model {name!r}")
 
     async def forward_backward(self, request: Any) -> Found:
         """A request as `wire.read_request` gives it."""
@@ -233,7 +205,7 @@ class TinkerService:
 
     async def _load(self, name: str, request: wire.LoadWeights) -> Found:
         saved, host = await self._saved(request.path), self.model(name)
-        await host.run(host.load, name, saved.directory, with_optimizer=request.optimizer)
+        await host.run(host.load_trained, name, saved.directory, with_optimizer=request.optimizer)
         return {"type": "load_weights", "path": request.path, "model_id": name}
 
     async def weights_info(self, request: wire.WeightsPath) -> Found:
@@ -247,7 +219,7 @@ class TinkerService:
         directory = self._directory(path)
         if not overwrite and await asyncio.to_thread(directory.exists):
             raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
-        await host.run(host.save, model_id, directory, with_optimizer=kind == WEIGHTS)
+        await host.run(host.save_trained, model_id, directory, with_optimizer=kind == WEIGHTS)
         return path
 
     def _directory(self, path: str) -> Path:
@@ -288,9 +260,7 @@ class TinkerService:
 
     def sampler(self, name: str) -> Sampler:
         """Raises NotFoundError."""
-        if (found := self.session(name).samplers.get(name)) is None:
-            raise unknown(f"sampler {name!r}")
-        return found
+        return require(self.session(name).samplers.get(name), f"sampler {name!r}")
 
     def sampler_info(self, name: str) -> Found:
         found = self.sampler(name)
@@ -306,8 +276,8 @@ class TinkerService:
             raise ConfigError("the prompt has no tokens; give at least one")
         session, sampler = self.session(chosen), self.sampler(chosen)
         params = [_params(request, number) for number in range(request.num_samples)]
-        sampler.host.batcher.validate(request.prompt.tokens, params[0])
-        name = session.requests.start(lambda: _sample(sampler, session.slots, request, params))
+        sampler.host.validate(request.prompt.tokens, params[0])
+        name = session.start(lambda: _sample(sampler, session.slots, request, params))
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{number}" for number in range(len(params))]}
 
     def _host(self, name: str) -> AdapterHost:
@@ -323,11 +293,11 @@ async def _sample(
 
     async def sample(each: SamplingParams) -> Sample:
         async with slots:
-            return await host.sample(sampler.copy, tokens, each)
+            return await host.sample_copy(sampler.copy, tokens, each)
 
     if request.prompt_logprobs:
         async with slots:
-            scores = await host.score(sampler.copy, tokens) if len(tokens) > 1 else []
+            scores = await host.score_copy(sampler.copy, tokens) if len(tokens) > 1 else []
         prompt = np.concatenate([[np.nan], scores])
         prompt[: -(request.prompt_logprobs_last_n or len(prompt))] = np.nan
     return wire.sample_output(await asyncio.gather(*map(sample, params)), prompt)

@@ -202,8 +202,6 @@ class SampleRequest(WireRequest):
     num_samples: int = Field(default=1, ge=1, le=1024)
     sampling_session_id: str | None = None
     seq_id: int | None = None
-    base_model: str | None = None
-    model_path: str | None = None
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: AtLeastOne | None = None
     topk_sample_logprobs: NonNegativeInt = 0

@@ -1,4 +1,4 @@
-"""Requests whose results are fetched later: what runs, in which order, and the results until they are fetched.
+"""What a client has begun: its training runs and samplers, and requests whose results are fetched later.
 
 Requests of one model run one after the other in the order of their sequence numbers, in whichever order they arrive. A
 request that is sent again, because its answer was lost, is the same request.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 import orjson
 from starlette.responses import Response
 
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError
+from agentlightning_tinker.server.host import AdapterHost
+from agentlightning_tinker.server.wire import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +29,7 @@ FETCHED_BYTES: Final = 16 << 20
 Found = Mapping[str, Any] | Response
 """What a request gives: an object as JSON, or a response as it is."""
 Work = Callable[[], Awaitable[Found]]
+T = TypeVar("T")
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -37,33 +42,45 @@ def failure(error: BaseException) -> Response:
     return json_response({"error": str(error), "category": "user" if users else "server"})
 
 
-def owner_of(name: str) -> str:
-    """The session of a model, a sampler or a request, with which its name begins."""
-    return name.partition(":")[0]
+def require(found: T | None, what: str) -> T:
+    """A session, or something of one. Raises NotFoundError where it is not there."""
+    if found is None:
+        raise NotFoundError(
+            f"{what} is unknown here: its session has ended, or the server was started again; begin from a saved state"
+        )
+    return found
 
 
-def unknown(what: str) -> NotFoundError:
-    """The error that a session, or something of one, is not there."""
-    return NotFoundError(
-        f"{what} is unknown here: its session has ended, or the server was started again; begin from a saved state"
-    )
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    host: AdapterHost
+    copy: Saved | None = None
+    """None: the model below the adapters."""
+    path: str | None = None
 
 
-class Requests:
-    """The requests of a session that have not been forgotten. The id of one that has a turn is MODEL:NUMBER."""
+class Session:
+    """With its name begin those of its training runs, samplers and requests, before a colon. The id of a request that
+    has a turn is MODEL:NUMBER."""
 
-    def __init__(self, session: str) -> None:
-        self._session = session
+    def __init__(self, name: str, slots: int = 1) -> None:
+        self.name, self.heard = name, time.monotonic()
+        self.slots = asyncio.Semaphore(slots)
+        """For answers at the same time."""
+        self.models: dict[str, AdapterHost] = {}
+        """By training run, what it is over."""
+        self.samplers: dict[str, Sampler] = {}
         self._tasks: dict[str, asyncio.Task[Response]] = {}
+        """The requests that have not been forgotten."""
         self._passed: dict[str, int] = {}
-        """By model, the number of its last request that has run."""
+        """By training run, the number of its last request that has run."""
         self._turn = asyncio.Condition()
         """Notified when one has run."""
         self._fetched: OrderedDict[str, int] = OrderedDict()
 
     def start(self, work: Work, name: str | None = None) -> str:
         """Run at once. Returns the id of the request."""
-        name = name or f"{self._session}:{uuid4().hex}"
+        name = name or f"{self.name}:{uuid4().hex}"
         self._tasks[name] = asyncio.create_task(_run(work))
         return name
 
@@ -75,11 +92,10 @@ class Requests:
     def enqueue(self, model: str, number: int, work: Work) -> str:
         """Run when all requests of the model with smaller numbers have. Raises NotFoundError for an unknown model,
         and ConfigError for a number that has passed and whose result is forgotten."""
-        if model not in self._passed:
-            raise unknown(f"model {model!r}")
+        passed = require(self._passed.get(model), f"model {model!r}")
         if (name := f"{model}:{number}") in self._tasks:
             return name
-        if number <= self._passed[model]:
+        if number <= passed:
             raise ConfigError(f"request {number} of model {model} has run, and its result is no longer kept")
 
         async def in_turn() -> Found:
@@ -97,8 +113,7 @@ class Requests:
     async def fetch(self, name: str, seconds: float) -> Response | None:
         """The result of a request; None if it is not there in so many seconds. Raises NotFoundError for an unknown
         one."""
-        if (task := self._tasks.get(name)) is None:
-            raise unknown(f"request {name}")
+        task = require(self._tasks.get(name), f"request {name}")
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
             return None
         result = failure(ConfigError("the request was cancelled")) if task.cancelled() else task.result()
