@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.waiting import until
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
@@ -199,12 +200,14 @@ async def test_requests_that_waited_while_the_process_stood_still_do_not_take_th
     monkeypatch.setattr(session, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(session, "_is_alive", lambda url: answers[0])
     waiting = session.TinkerSession(TinkerConfig(url="http://hub", unreachable_seconds=60), None, "tiny")
-    request = asyncio.create_task(waiting._result(lambda: SimpleNamespace(future=Future), "sample"))
+    request = asyncio.create_task(waiting._result("sample", lambda: SimpleNamespace(future=Future)))
     await asyncio.sleep(0.05)
     clock[0] = 600.0
-    await asyncio.sleep(0.1)
+    await until(lambda: waiting._alive == 600.0)
     assert not request.done()
-    answers[0], clock[0] = False, 700.0
+    answers[0] = False
+    await until(lambda: waiting._silent == 600.0)
+    clock[0] = 700.0
     with pytest.raises(PolicyError, match="was unreachable for 100 s"):
         await request
     await waiting.close()

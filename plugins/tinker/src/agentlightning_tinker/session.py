@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, Final
 
 import httpx
@@ -69,7 +68,7 @@ class TinkerSession:
         if (url := server_of(config)) is not None:
             await asyncio.to_thread(_require_server, url)
         with _errors(config, "open a session"):
-            service = await asyncio.to_thread(partial(tinker.ServiceClient, base_url=url, api_key=key))
+            service = await asyncio.to_thread(tinker.ServiceClient, base_url=url, api_key=key)
         return cls(config, service, config.base_model or model)
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -77,9 +76,8 @@ class TinkerSession:
     async def begin(self, rank: int, seed: int) -> None:
         """Make the adapter that is trained. Raises PolicyError for a model that the server does not have."""
         layers = {"train_mlp": self.config.mlp, "train_attn": self.config.attention, "train_unembed": self.config.head}
-        create = self._service.create_lora_training_client
-        making = partial(create, self.base_model, rank=rank, seed=seed, **layers)
-        self._training = await self._result(making, f"make an adapter over {self.base_model!r}")
+        what, create = f"make an adapter over {self.base_model!r}", self._service.create_lora_training_client
+        self._training = await self._result(what, create, self.base_model, rank=rank, seed=seed, **layers)
 
     async def forward_backward(
         self,
@@ -102,7 +100,7 @@ class TinkerSession:
             data.append(types.Datum(model_input=_tokens(row.token_ids[:-1]), loss_fn_inputs=inputs))
             start = end
         call = self._training.forward_backward if backward else self._training.forward
-        output = await self._result(partial(call, data, loss, dict(settings) or None), f"compute the loss {loss!r}")
+        output = await self._result(f"compute the loss {loss!r}", call, data, loss, dict(settings) or None)
         found = (np.asarray(each["logprobs"].to_numpy(), np.float32) for each in output.loss_fn_outputs)
         return np.concatenate([own[row.targets - 1] for own, row in zip(found, rows, strict=True)])
 
@@ -116,29 +114,31 @@ class TinkerSession:
             weight_decay=config.weight_decay,
             grad_clip_norm=config.clip_norm or 0.0,
         )
-        return (await self._result(partial(self._training.optim_step, params), "take an optimiser step")).metrics or {}
+        return (await self._result("take an optimiser step", self._training.optim_step, params)).metrics or {}
 
     async def save(self, name: str) -> str:
         """Save weights and optimiser on the server; returns their path there."""
-        return (await self._result(partial(self._training.save_state, name), "save the weights")).path
+        return (await self._result("save the weights", self._training.save_state, name)).path
 
     async def load(self, path: str) -> None:
         """Continue from what `save` saved, in a new training run on the server."""
-        loading = partial(self._service.create_training_client_from_state_with_optimizer, path)
-        self._training = await self._result(loading, f"load {path}")
+        load = self._service.create_training_client_from_state_with_optimizer
+        self._training = await self._result(f"load {path}", load, path)
 
     async def sampler(self) -> Any:
         """What samples from the weights as they are now."""
-        return await self._result(self._training.save_weights_and_get_sampling_client, "publish the weights")
+        return await self._result("publish the weights", self._training.save_weights_and_get_sampling_client)
 
     async def base_logprobs(self, rows: Sequence[Row]) -> FloatArray:
         """log p of the targets of all rows under the model below the adapter, one behind the other [N]."""
         if self._base is None:
-            opening = partial(self._service.create_sampling_client, base_model=self.base_model)
-            self._base = await self._result(opening, "open its base")
-        calls = (partial(self._base.compute_logprobs, _tokens(row.token_ids)) for row in rows)
-        found = [np.asarray(await self._result(call, "score tokens"), np.float32) for call in calls]
-        return np.concatenate([own[row.targets] for own, row in zip(found, rows, strict=True)])
+            create = self._service.create_sampling_client
+            self._base = await self._result("open its base", create, base_model=self.base_model)
+        found = list[FloatArray]()
+        for row in rows:
+            own = await self._result("score tokens", self._base.compute_logprobs, _tokens(row.token_ids))
+            found.append(np.asarray(own, np.float32)[row.targets])
+        return np.concatenate(found)
 
     async def close(self, status: str = "success") -> None:
         """End the session on the server; what was saved stays. Never fails: the server may be gone, which the package
@@ -161,18 +161,19 @@ class TinkerSession:
             top_k=params.top_k or -1,
             top_p=params.top_p,
         )
-        call = partial(sampler.sample, _tokens(prompt), 1, settings, topk_sample_logprobs=params.top_logprobs)
-        return (await self._result(call, "sample")).sequences[0]
+        top, tokens = params.top_logprobs, _tokens(prompt)
+        found = await self._result("sample", sampler.sample, tokens, 1, settings, topk_sample_logprobs=top)
+        return found.sequences[0]
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def _result(self, call: Callable[[], Any], what: str) -> Any:
-        """What a request gives. Raises PolicyError for one that fails, that takes too long, or whose server is gone for
-        too long."""
+    async def _result(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What a call of the package gives. Raises PolicyError for one that fails, that takes too long, or whose server
+        is gone for too long."""
         where = _name(self.config)
         with _errors(self.config, what):
             began = time.monotonic()
-            pending = await asyncio.to_thread(call)  # some ask the server before they return
+            pending = await asyncio.to_thread(call, *args, **options)  # some ask the server before they return
             waiting = asyncio.wrap_future(pending.future())
             try:
                 while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:

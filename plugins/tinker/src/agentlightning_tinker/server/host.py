@@ -33,8 +33,9 @@ from agentlightning.models.lora import Adapter, find_layers, read_weights, write
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.config import LocalPolicyConfig
 from agentlightning.policy.local import LocalPolicy
-from agentlightning.policy.losses import WEIGHTS, TokenBatch, TokenLoss
+from agentlightning.policy.losses import TokenBatch, TokenLoss
 from agentlightning.policy.update.forward import Forward
+from agentlightning.policy.update.updater import tokens_of
 from agentlightning.trajectory import FloatArray
 from agentlightning_tinker.server.wire import ABOUT, AdamParams, Datum, LoraShape, Saved
 
@@ -47,18 +48,21 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class TrainedAdapter:
+    """An adapter that learns."""
+
     adapter: Adapter
     optimizer: torch.optim.AdamW
     shape: LoraShape
 
 
 class AdapterHost(LocalPolicy):
-    """One model and the adapters over it. Make it with `AdapterHost.open`. What changes or uses an adapter, and is no
-    coroutine, belongs into the thread of the model: `run` calls it there."""
+    """One model and the adapters over it. Make it with `AdapterHost.open`. What trains, reads or writes an
+    adapter, and is no coroutine, is for the thread of the model: `run` calls it there."""
 
     max_copies = 8
     """So many fixed copies are in memory; the others are read again when they are sampled."""
     token_budget = 8192
+    """Tokens of one forward pass of `gradient`, padding included."""
 
     def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         if config.adapters:
@@ -89,18 +93,6 @@ class AdapterHost(LocalPolicy):
         seed += crc32(SHARED.encode()) - crc32(name.encode())  # As the policy of a run begins.
         return self._adapters.add(name, r=shape.rank, alpha=ALPHA, targets=targets, seed=seed, head=shape.train_unembed)
 
-    def check(self, data: Sequence[Datum]) -> None:
-        """Raises ConfigError for sequences that the model cannot have. For any thread."""
-        for each in data:
-            if wrong := [token for token in (*each.inputs, *each.targets) if not 0 <= token < self.vocab_size]:
-                raise ConfigError(
-                    f"token {wrong[0]} is not one of the {self.vocab_size} of the model; use its own tokenizer"
-                )
-            if len(each.inputs) > self.context_length:
-                raise ConfigError(
-                    f"a sequence has {len(each.inputs)} tokens, and the model holds {self.context_length}"
-                )
-
     def remove(self, prefix: str) -> None:
         """Forget the adapters that learn and whose names begin so; saved weights stay."""
         for name in [each for each in self.trained if each.startswith(prefix)]:
@@ -121,7 +113,7 @@ class AdapterHost(LocalPolicy):
                 for numbers in _batches([len(each.inputs) for each in data], self.token_budget):
                     part = [data[number] for number in numbers]
                     logprobs_N = self._forward.of_targets([d.inputs for d in part], [d.targets for d in part])
-                    value = loss(_token_batch(part, logprobs_N)).loss
+                    value = loss(tokens_of(_token_batch(part, logprobs_N), loss)).loss
                     if backward:
                         value.backward()
                     total += float(value.detach())
@@ -234,7 +226,7 @@ class AdapterHost(LocalPolicy):
             self._copies[copy.name] -= 1
 
     def _read_copy(self, copy: Saved, unused: Sequence[str]) -> None:
-        """In place of those that are not used."""
+        """Read a copy from the disk, in place of those that are not used."""
         for name in unused:
             del self._copies[name]
             self._adapters.remove(name)
@@ -269,11 +261,9 @@ def _batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _token_batch(data: Sequence[Datum], logprobs_N: torch.Tensor) -> TokenBatch:
-    """The tokens of a few rows. Those without a weight are part of no ratio."""
-    device = logprobs_N.device
+    """All tokens of a few rows, each of which is a call of its own."""
     columns = {name: np.concatenate([each.columns[name] for each in data]) for name in data[0].columns}
-    counts_N = columns[WEIGHTS] != 0
-    numbers_N = np.repeat(np.arange(len(data)), [len(each.inputs) for each in data])
-    kept = {name: torch.from_numpy(values[counts_N]).to(device) for name, values in columns.items()}
-    group = torch.from_numpy(np.unique(numbers_N[counts_N], return_inverse=True)[1]).to(device)
-    return TokenBatch(logprobs_N[torch.from_numpy(counts_N).to(device)], kept, call=group, rollout=group)
+    numbers_N = torch.arange(len(data)).repeat_interleave(torch.tensor([len(each.inputs) for each in data]))
+    call = numbers_N.to(logprobs_N.device)
+    tensors = {name: torch.from_numpy(values_N).to(logprobs_N.device) for name, values_N in columns.items()}
+    return TokenBatch(logprobs_N, tensors, call=call, rollout=call)

@@ -64,7 +64,8 @@ class TinkerService:
         return {"type": "create_session", "session_id": name}
 
     def session(self, name: str) -> Session:
-        """The one of this name, or of what has this name. Raises NotFoundError for a session that has ended."""
+        """The session of a name: its own, or that of a training run, a sampler or a request. Raises NotFoundError for
+        one that has ended."""
         found = require(self.sessions.get(name.partition(":")[0]), f"session {name!r}")
         found.heard = time.monotonic()
         return found
@@ -147,8 +148,7 @@ class TinkerService:
         """A request as `wire.read_request` gives it."""
         host = self.model(request.model_id)
         loss = make_loss(request.loss_fn, wire.loss_config(request))
-        data = await asyncio.to_thread(wire.read_data, request)
-        host.check(data)
+        data = await asyncio.to_thread(wire.read_data, request, host.vocab_size, host.context_length)
         backward = not request.forward_only
         total, logprobs = await host.run(host.gradient, request.model_id, data, loss, backward=backward)
         return await asyncio.to_thread(wire.loss_output, logprobs, total)

@@ -249,9 +249,9 @@ def loss_config(request: Any) -> dict[str, float | str]:
     return {**request.loss_fn_config, **newer}
 
 
-def read_data(request: Any) -> list[Datum]:
+def read_data(request: Any, vocab_size: int, context_length: int) -> list[Datum]:
     """The sequences. Raises ConfigError for images, audio, arrays that are no numbers of tokens, inputs that the loss
-    cannot use, and none."""
+    cannot use, tokens that a model of this size cannot have, and none."""
     found: list[Datum] = []
     for datum in request.data:
         if not all(chunk.HasField("encoded_text") for chunk in datum.model_input):
@@ -259,7 +259,12 @@ def read_data(request: Any) -> list[Datum]:
         tokens = np.frombuffer(b"".join(chunk.encoded_text.tokens for chunk in datum.model_input), "<i4").tolist()
         inputs = {name: _array(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
         columns = columns_of(request.loss_fn, len(tokens), inputs)
-        found.append(Datum(tuple(tokens), tuple(inputs["target_tokens"].tolist()), columns))
+        targets = inputs["target_tokens"].tolist()
+        if wrong := [token for token in (*tokens, *targets) if not 0 <= token < vocab_size]:
+            raise ConfigError(f"token {wrong[0]} is not one of the {vocab_size} of the model; use its own tokenizer")
+        if len(tokens) > context_length:
+            raise ConfigError(f"a sequence has {len(tokens)} tokens, and the model holds {context_length}")
+        found.append(Datum(tuple(tokens), tuple(targets), columns))
     if not found:
         raise ConfigError("there are no sequences to learn from; give at least one")
     return found
