@@ -325,6 +325,7 @@ def test_outside_of_a_cluster_the_way_in_is_named(monkeypatch):
         ({"spec": {**TEMPLATE["spec"], "backoffLimit": 3}}, "backoffLimit=3"),
         ({"spec": {"template": {"spec": {"containers": []}}}}, "0 containers"),
         ({"spec": {"template": {"spec": {"containers": [{"name": "a"}, {"name": "b"}]}}}}, "2 containers"),
+        ({"spec": {"template": {"spec": {"containers": [{"image": "agent"}]}}}}, "name the one of the agent"),
         ({"spec": {"template": {"spec": {"containers": [{}], "restartPolicy": "OnFailure"}}}}, "OnFailure"),
     ],
 )

@@ -10,10 +10,10 @@ from tests.support.model_server import ScriptedModelServer
 from tests.support.proxy import LocalProxy
 
 from agentlightning.engine.base import SamplingParams
-from agentlightning.engine.servers.clients.http import JsonClient, ModelServerError, SampleRequest, TokenChunk
+from agentlightning.engine.servers.clients.http import ModelServerError, SampleRequest, TokenChunk
 from agentlightning.transport import Transport
 from agentlightning.transport.options import ConnectOptions
-from agentlightning_sglang import SGLangServer, _ResponseReader
+from agentlightning_sglang import SGLangServer
 
 DRAWN = [[-0.1, 5, None], [-0.2, 6, None], [-0.3, 7, None], [-0.4, 8, None]]
 TOPS = [[[-0.05, 9, None], [-0.1, 5, None]]] * 4
@@ -25,19 +25,31 @@ def event(drawn: list[Any], count: int, reason: str | None = None) -> dict[str, 
     return {"meta_info": {**meta, "output_top_logprobs": TOPS[: len(drawn)]}}
 
 
-@pytest.fixture
-def http() -> JsonClient:
-    return JsonClient(Transport(), "http://127.0.0.1:1", None, seconds=1.0, connect_seconds=1.0)
+class Scripted(SGLangServer):
+    """A server whose responses are those given."""
+
+    def __init__(self, *responses: Any) -> None:
+        super().__init__(Transport(), "http://127.0.0.1:1")
+        self.responses = responses
+
+    async def _complete(self, path: str, body: Any, request: SampleRequest, read: Any) -> Any:
+        return [read(each) for each in self.responses]
+
+
+def request(top_logprobs: int = 0) -> SampleRequest:
+    return SampleRequest("tiny", (5,), SamplingParams(top_logprobs=top_logprobs), 4, frozenset())
 
 
 @pytest.mark.parametrize("repeats", [True, False])
-async def test_cumulative_and_incremental_events_give_the_same_answer(http: JsonClient, repeats: bool):
+async def test_cumulative_and_incremental_events_give_the_same_answer(repeats: bool):
     runs: list[TokenChunk] = []
-    reader = _ResponseReader(http, 2, runs.append)
-    ends = [
-        reader.read(event(DRAWN[0 if repeats else start : end], end, "length" if end == 4 else None))
-        for start, end in ((0, 1), (1, 3), (3, 4))
-    ]
+    server = Scripted(
+        *(
+            event(DRAWN[0 if repeats else start : end], end, "length" if end == 4 else None)
+            for start, end in ((0, 1), (1, 3), (3, 4))
+        )
+    )
+    ends: Any = await server.sample(request(2), runs.append, stream=True)
     assert [token for run in runs for token in run.token_ids] == [5, 6, 7, 8]
     assert [value for run in runs for value in run.logprobs] == [-0.1, -0.2, -0.3, -0.4]
     assert [len(run.token_ids) for run in runs] == [1, 2, 1]
@@ -46,9 +58,9 @@ async def test_cumulative_and_incremental_events_give_the_same_answer(http: Json
 
 
 @pytest.mark.parametrize("answer", [{}, {"meta_info": {}}, [], event(DRAWN, 4, "abort")])
-async def test_malformed_responses_are_server_errors(http: JsonClient, answer: Any):
+async def test_malformed_responses_are_server_errors(answer: Any):
     with pytest.raises(ModelServerError) as failed:
-        _ResponseReader(http, 0, lambda _: None).read(answer)
+        await Scripted(answer).sample(request(), lambda _: None, stream=False)
     assert failed.value.retryable
 
 

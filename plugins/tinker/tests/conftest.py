@@ -33,11 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def serving(model: Path, tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Server]]:
     @asynccontextmanager
-    async def serve(port: int = 0, **options: Any) -> AsyncGenerator[Server]:
-        host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"), **options)
+    async def serve(port: int = 0) -> AsyncGenerator[Server]:
+        host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"))
         store = SqlStore(":memory:")
         async with (
-            tinker_routes({"tiny": host}, tmp_path / "saved", TOKEN) as pages,
+            tinker_routes([host], tmp_path / "saved", TOKEN) as pages,
             Server(store, secret="s", pages=pages, port=port, grace_seconds=1) as server,
         ):
             yield server

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.waiting import until
 
 from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, PolicyError, UnfaithfulSampleError
@@ -194,21 +195,22 @@ async def test_settings_that_the_api_lacks_are_refused_by_name(
 async def test_requests_that_waited_while_the_process_stood_still_do_not_take_the_server_for_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of them asks; the others do not take for silence that it has not been answered yet."""
-    waiting = session.TinkerSession(
-        TinkerConfig(url="http://hub", base_model="tiny", unreachable_seconds=60), None, "tiny"
-    )
-    began = time.monotonic()
-    answers = threading.Event()
-    monkeypatch.setattr(session, "_is_alive", lambda url: answers.wait(10))
-    asking = asyncio.create_task(waiting._check_server("http://hub", began, began + 600, "sample"))
-    await asyncio.sleep(0)
-    await waiting._check_server("http://hub", began, began + 600, "sample")
-    answers.set()
-    await asking
-    monkeypatch.setattr(session, "_is_alive", lambda url: False)
+    clock, answers = [0.0], [True]
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(session, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(session, "_is_alive", lambda url: answers[0])
+    waiting = session.TinkerSession(TinkerConfig(url="http://hub", unreachable_seconds=60), None, "tiny")
+    request = asyncio.create_task(waiting._result("sample", lambda: SimpleNamespace(future=Future)))
+    await asyncio.sleep(0.05)
+    clock[0] = 600.0
+    await until(lambda: waiting._alive == 600.0)
+    assert not request.done()
+    answers[0] = False
+    await until(lambda: waiting._silent == 600.0)
+    clock[0] = 700.0
     with pytest.raises(PolicyError, match="was unreachable for 100 s"):
-        await waiting._check_server("http://hub", began, began + 700, "sample")
+        await request
+    await waiting.close()
 
 
 async def test_a_run_goes_on_after_the_server_was_started_again(model: Path, serving: Any, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from agentlightning.policy.losses import NLLLoss
 from agentlightning.server.app import Server
 from agentlightning.store.sql.store import SqlStore
 from agentlightning_tinker.server import wire
-from agentlightning_tinker.server.host import AdapterHost, Datum
+from agentlightning_tinker.server.host import AdapterHost
 from agentlightning_tinker.server.routes import LINK_SECONDS, tinker_routes
 from agentlightning_tinker.server.service import TinkerService
 from agentlightning_tinker.server.wire import (
@@ -27,6 +27,7 @@ from agentlightning_tinker.server.wire import (
     CreateModel,
     CreateSampler,
     CreateSession,
+    Datum,
     LoraShape,
     SampleRequest,
     SaveForSampler,
@@ -42,10 +43,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def client(model: Path, tmp_path: Path) -> AsyncIterator[Client]:
-    host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"), max_copies=2)
+    host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"))
+    host.max_copies = 2
     store = SqlStore(":memory:")
     async with (
-        tinker_routes({"tiny": host}, tmp_path / "saved", "secret") as pages,
+        tinker_routes([host], tmp_path / "saved", "secret") as pages,
         Server(store, secret="s", pages=pages, grace_seconds=1) as server,
         httpx.AsyncClient(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-secret"}) as http,
     ):
@@ -175,21 +177,23 @@ async def test_a_loss_that_is_not_finite_changes_no_weight(client: Client) -> No
 
 
 async def test_a_gradient_that_fails_half_way_is_dropped(model: Path) -> None:
-    host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"), token_budget=4)
-    await host.create("a", LoraShape(rank=4))
+    host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"))
+    host.token_budget = 4
+    await host.run(host.create, "a", LoraShape(rank=4))
     datum = Datum(tuple(TOKENS[:4]), tuple(TOKENS[1:5]), {"weights": np.ones(4, np.float32)})
     passed: list[Any] = []
 
-    def loss(tokens: Any) -> Any:
-        passed.append(tokens)
-        if len(passed) == 2:
-            raise MemoryError
-        return NLLLoss()(tokens)
+    class Failing(NLLLoss):
+        def __call__(self, tokens: Any) -> Any:
+            passed.append(tokens)
+            if len(passed) == 2:
+                raise MemoryError
+            return super().__call__(tokens)
 
     with pytest.raises(PolicyError, match="out of memory"):
-        await host.gradient("a", [datum, datum], loss)  # pyright: ignore[reportArgumentType]
+        await host.run(host.gradient, "a", [datum, datum], Failing())
     with pytest.raises(PolicyError, match="no gradient"):
-        await host.optim_step("a", AdamParams())
+        await host.run(host.optim_step, "a", AdamParams())
     await host.close()
 
 
@@ -223,7 +227,7 @@ async def test_samplers_keep_the_weights_they_began_with_also_beyond_those_in_me
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads, read = [], client.host._read_copy
-    monkeypatch.setattr(client.host, "_read_copy", lambda copy: reads.append(copy) or read(copy))
+    monkeypatch.setattr(client.host, "_read_copy", lambda copy, unused: reads.append(copy) or read(copy, unused))
     await client.begin()
     samplers, answers = [], []
     for _ in range(4):
@@ -291,8 +295,8 @@ async def test_weights_outlive_the_session_and_names_are_not_taken_twice(client:
 
 
 async def test_a_session_that_is_silent_ends_and_frees_its_adapters(model: Path, tmp_path: Path) -> None:
-    host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"))
-    service = TinkerService({"tiny": host}, tmp_path, session_seconds=0.3)
+    host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"))
+    service = TinkerService([host], tmp_path, session_seconds=0.3)
     watch = asyncio.create_task(service.end_silent_sessions())
     silent, alive = [(await service.create_session(CreateSession()))["session_id"] for _ in range(2)]
     for _ in range(10):
@@ -304,21 +308,21 @@ async def test_a_session_that_is_silent_ends_and_frees_its_adapters(model: Path,
 
 
 async def test_what_is_still_made_for_a_session_that_ends_is_forgotten(model: Path, tmp_path: Path) -> None:
-    host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu"))
-    service = TinkerService({"tiny": host}, tmp_path)
+    host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu"))
+    service = TinkerService([host], tmp_path)
     session = (await service.create_session(CreateSession()))["session_id"]
     body = {"session_id": session, "base_model": "tiny", "lora_config": LoraShape(rank=4)}
-    first = await service.begin(CreateModel(model_seq_id=0, **body))
-    await service.requests_of(first).fetch(first, 10)
-    busy = asyncio.create_task(host.worker.run(lambda: time.sleep(0.2)))
+    first = (await service.begin(CreateModel(model_seq_id=0, **body)))["request_id"]
+    await service.session(first).fetch(first, 10)
+    busy = asyncio.create_task(host.run(lambda: time.sleep(0.2)))
     await asyncio.sleep(0.05)
     await service.begin(CreateModel(model_seq_id=1, **body))
     snapshot = SaveForSampler(model_id=f"{session}:train:0", seq_id=1, sampling_session_seq_id=0)
-    service.requests_of(session).start(lambda: service.save_for_sampler(snapshot))
+    service.session(session).start(lambda: service.save_for_sampler(snapshot))
     await asyncio.sleep(0.05)
     assert not busy.done()
     await service.end_session(session)
-    assert (host._trained, host._adapters.by_name) == ({}, {})
+    assert (host.trained, host._adapters.by_name) == ({}, {})
     assert not await asyncio.to_thread(lambda: list(tmp_path.rglob("adapter_config.json")))
     await service.close()
 
@@ -348,7 +352,8 @@ async def test_a_file_is_downloaded_by_its_own_url_until_that_expires(
         assert sum(len(each.content) for each in files.values()) == found["size_bytes"]
         one = urls["adapter_config.json"]
         secret = one.split("/")[-2]
-        for wrong in (one[:-1], f"{one}x", one.replace(secret, secret[:-1])):
+        other = one.replace("adapter_config.json", "adapter_model.safetensors")
+        for wrong in (one[:-1], f"{one}x", one.replace(secret, secret[:-1]), other):
             assert (await anybody.get(wrong)).status_code == 403, wrong
         client.http.headers["x-api-key"] = "wrong"
         assert (await client.http.get(listing)).status_code == 401
@@ -386,8 +391,8 @@ async def test_what_cannot_be_sampled_is_refused_at_the_edge(client: Client) -> 
 
 
 async def test_an_answer_of_another_session_does_not_wait_for_a_thousand(model: Path, tmp_path: Path) -> None:
-    host = AdapterHost.open(LocalPolicyConfig(model=model, device="cpu", max_batch_size=8))
-    service = TinkerService({"tiny": host}, tmp_path)
+    host = AdapterHost.open(LocalPolicyConfig(model=model, name="tiny", device="cpu", max_batch_size=8))
+    service = TinkerService([host], tmp_path)
     try:
         ids: list[str] = []
         for number, samples in enumerate((512, 1, 2)):
@@ -398,8 +403,8 @@ async def test_an_answer_of_another_session_does_not_wait_for_a_thousand(model: 
             body["sampling_params"] = {"max_tokens": 4 if number else 64, "stop": []}
             ids.append((await service.sample(SampleRequest.model_validate(body)))["request_id"])
         for short in ids[1:]:
-            assert await service.requests_of(short).fetch(short, 60) is not None
-        assert await service.requests_of(ids[0]).fetch(ids[0], 0) is None, "the others came first"
+            assert await service.session(short).fetch(short, 60) is not None
+        assert await service.session(ids[0]).fetch(ids[0], 0) is None, "the others came first"
     finally:
         await service.close()
 
@@ -408,7 +413,7 @@ async def test_weights_saved_again_are_sampled_by_who_asks_for_them_then(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.begin()
-    path, asked, save = "", [], client.host.save
+    path, asked, run = "", [], client.host.run
 
     async def saved() -> str:
         body = {"model_id": client.model, "seq_id": client.number(), "path": "state", "overwrite": True}
@@ -421,15 +426,16 @@ async def test_weights_saved_again_are_sampled_by_who_asks_for_them_then(
 
     before: list[Any] = []
 
-    async def save_slowly(*args: Any, **options: Any) -> None:
-        before.append(await answer())
-        await save(*args, **options)
+    async def save_slowly(method: Any, *args: Any, **options: Any) -> Any:
+        if method == client.host.save_trained:
+            before.append(await answer())
+        return await run(method, *args, **options)
 
     path = await saved()
-    monkeypatch.setattr(client.host, "save", save_slowly)
+    monkeypatch.setattr(client.host, "run", save_slowly)
     for _ in range(3):
         await client.gradient()
         await client.step(learning_rate=0.3)
     await saved()
-    monkeypatch.setattr(client.host, "save", save)
+    monkeypatch.setattr(client.host, "run", run)
     assert await answer() == await client.sample(await client.sampler()) != before[0]

@@ -18,8 +18,7 @@ import zstandard
 from safetensors.numpy import save_file
 
 from agentlightning.errors import ConfigError, PolicyError
-from agentlightning_weights.bucket import Bucket, WeightStoreError
-from agentlightning_weights.differences import digest
+from agentlightning_weights.bucket import Bucket, WeightStoreError, digest
 from agentlightning_weights.publish import WeightPublisher
 from agentlightning_weights.pull import WeightPuller
 
@@ -410,3 +409,14 @@ def test_a_file_that_is_longer_than_its_manifest_says_is_not_read_whole(tmp_path
     (folder / "model").write_bytes(b"good" + bytes(1 << 20))
     with pytest.raises(WeightStoreError, match="has more than the 4 bytes that it should have"):
         WeightPuller(f"file://{tmp_path}/bucket", tmp_path / "host").pull()
+
+
+def test_a_state_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    url, host = f"file://{tmp_path}/bucket", tmp_path / "host"
+    publish(tmp_path / "bucket", 1, entry("config.json", b"{}")).joinpath("config.json").write_bytes(b"{}")
+    for damaged in ("[]", "null", "{", '{"version": []}'):
+        host.mkdir(exist_ok=True)
+        (host / "state.json").write_text(damaged)
+        pulled = WeightPuller(url, host).pull()
+        assert pulled is not None
+        assert (pulled.steps, contents(pulled.directory)) == (1, {"config.json": b"{}"})

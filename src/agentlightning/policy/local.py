@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -79,13 +79,13 @@ class LocalPolicy(AgentEngines):
             prefill_tokens=config.prefill_tokens,
             seed=config.seed,
             grammars=self._grammars,
-            adapters=self._learner.adapters if config.adapters else None,
+            adapters=self._learner.adapters,
             max_kept_tokens=config.max_kept_tokens,
         )
         self._engine = EngineWorker(self._generator, threads=config.threads)
 
     @classmethod
-    def open(cls, config: LocalPolicyConfig) -> LocalPolicy:
+    def open(cls, config: LocalPolicyConfig) -> Self:
         """Load the model, and the adapters if its directory holds some; sets torch's number of CPU threads. Raises
         ConfigError or PolicyError, naming the path."""
         config, adapters = with_adapters_of(config)

@@ -44,12 +44,10 @@ class KubernetesApi:
 
     def __init__(self, url: str | None, namespace: str | None, account: Path = ACCOUNT) -> None:
         self._account = account if (account / "token").exists() else None
-        own = self._account and self._account / "namespace"
-        self.namespace = namespace or (own and own.exists() and own.read_text().strip()) or "default"
+        own, authority = account / "namespace", account / "ca.crt"
+        self.namespace = namespace or (own.exists() and own.read_text().strip()) or "default"
         self.url = url or _cluster_url()
-        verify: ssl.SSLContext | bool = True
-        if self._account is not None and (self._account / "ca.crt").exists():
-            verify = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
+        verify = ssl.create_default_context(cafile=str(authority)) if authority.exists() else True
         self._http = httpx.Client(base_url=self.url, verify=verify, timeout=REQUEST_SECONDS, trust_env=url is not None)
 
     def close(self) -> None:
@@ -83,26 +81,26 @@ class KubernetesApi:
         """The answer, of success or with the status `harmless`."""
         until, pause = time.monotonic() + patience, 0.1
         while True:
+            account = self._account
+            token = {} if account is None else {"authorization": f"Bearer {(account / 'token').read_text()}"}
             try:
-                return self._try(method, path, harmless, **options)
-            except KubernetesError as error:
-                if not error.may_pass or error.status == 403 or time.monotonic() + pause > until:
-                    raise
+                response = self._http.request(method, path, headers=token, **options)
+                if response.is_success or response.status_code == harmless:
+                    return response
+                failure = KubernetesError(response.status_code, _message(response))
+            except httpx.TransportError as error:
+                failure = KubernetesError(0, f"the API server at {self.url} does not respond: {error}")
+            if not failure.may_pass or failure.status == 403 or time.monotonic() + pause > until:
+                raise failure
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 
-    def _try(self, method: str, path: str, harmless: int, **options: Any) -> httpx.Response:
-        token = {} if self._account is None else {"authorization": f"Bearer {(self._account / 'token').read_text()}"}
-        try:
-            response = self._http.request(method, path, headers=token, **options)
-        except httpx.TransportError as error:
-            raise KubernetesError(0, f"the API server at {self.url} does not respond: {error}") from error
-        if response.is_success or response.status_code == harmless:
-            return response
-        message = f"{response.status_code} {response.reason_phrase}"
-        with suppress(ValueError):
-            message = response.json().get("message") or message
-        raise KubernetesError(response.status_code, message)
+
+def _message(response: httpx.Response) -> str:
+    with suppress(ValueError, AttributeError):
+        if message := response.json().get("message"):
+            return message
+    return f"{response.status_code} {response.reason_phrase}"
 
 
 def _cluster_url() -> str:

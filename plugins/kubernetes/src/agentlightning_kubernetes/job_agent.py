@@ -111,8 +111,8 @@ class JobAgent:
             raise AgentError(f"agent {template}: {error}") from error
         self._runner = secrets.token_hex(8)
         self._lock = threading.Lock()
-        pod = os.environ.get("AGL_POD_NAME"), os.environ.get("AGL_POD_UID")
-        self._owner = (pod[0], pod[1]) if pod[0] and pod[1] else None
+        name, uid = os.environ.get("AGL_POD_NAME"), os.environ.get("AGL_POD_UID")
+        self._owner = (name, uid) if name and uid else None
 
     def __call__(self, invocation: Invocation) -> Callable[[], str]:
         return partial(self.start, invocation)
@@ -163,10 +163,7 @@ class RunningJob:
         self._api, self._states, self._job = states.api, states, job
         self._name: str = job["metadata"]["name"]
         self._container: str = agent_container(job)["name"]
-        self._keep = "ttlSecondsAfterFinished" in job["spec"]
-        self._start_seconds = start_seconds
-        self._since = time.monotonic()
-        self._has_started = False
+        self._start_seconds, self._since = start_seconds, time.monotonic()
         self._stopped = threading.Event()
 
     def terminate(self) -> None:
@@ -186,12 +183,11 @@ class RunningJob:
             self._create()
             return self._log(self._wait())[-OUTPUT_BYTES:]
         finally:
-            if self._stopped.is_set() or not self._keep:
+            if self._stopped.is_set() or "ttlSecondsAfterFinished" not in self._job["spec"]:
                 self.kill()
 
     def _create(self) -> None:
-        while True:
-            self._raise_if_stopped()
+        while not self._stopped.is_set():
             try:
                 return self._api.create_job(self._job)
             except KubernetesError as error:
@@ -199,43 +195,36 @@ class RunningJob:
                     raise JobError(f"the API server rejects the Job {self._name}: {error}") from None
                 self._raise_if_late(str(error))
             self._stopped.wait(POLL_SECONDS)
+        raise JobError(f"the Job {self._name} was stopped")
 
     def _wait(self) -> Pod:
         """The pod, once it has completed."""
-        since = time.monotonic()
-        while True:
-            self._stopped.wait(POLL_SECONDS)
-            self._raise_if_stopped()
-            state = self._states.of(self._name, since)
-            if state is not None and self._has_completed(*state):
-                return state[1]
-
-    def _has_completed(self, job: Mapping[str, Any] | None, pod: Pod) -> bool:
-        if job is None:
-            raise JobLostError(f"the Job {self._name} is gone; somebody has deleted it")
-        conditions = _conditions(job)
-        if "Complete" in conditions:
-            return True
-        self._raise_if_lost(pod)
-        if "Failed" in conditions:
-            raise self._failure(pod, conditions["Failed"])
-        states = [each.get("state", {"waiting": {}}) for each in _statuses(pod)]
-        self._has_started |= any("waiting" not in state for state in states)
-        if not self._has_started:
-            self._raise_if_late(_why_not_started(pod))
-        return False
-
-    def _raise_if_stopped(self) -> None:
-        if self._stopped.is_set():
-            raise JobError(f"the Job {self._name} was stopped")
+        since, has_started = time.monotonic(), False
+        while not self._stopped.wait(POLL_SECONDS):
+            if (state := self._states.of(self._name, since)) is None:
+                continue
+            job, pod = state
+            if job is None:
+                raise JobLostError(f"the Job {self._name} is gone; somebody has deleted it")
+            conditions = _conditions(job)
+            if "Complete" in conditions:
+                return pod
+            self._raise_if_lost(pod, has_started)
+            if "Failed" in conditions:
+                raise self._failure(pod, conditions["Failed"])
+            states = [each.get("state", {"waiting": {}}) for each in _statuses(pod)]
+            has_started |= any("waiting" not in each for each in states)
+            if not has_started:
+                self._raise_if_late(_why_not_started(pod))
+        raise JobError(f"the Job {self._name} was stopped")
 
     def _raise_if_late(self, why: str) -> None:
         if time.monotonic() - self._since > self._start_seconds:
             raise JobNotStartedError(f"the Job {self._name} did not start within {self._start_seconds:g} s: {why}")
 
-    def _raise_if_lost(self, pod: Pod) -> None:
+    def _raise_if_lost(self, pod: Pod, has_started: bool) -> None:
         if pod is None:
-            if self._has_started:
+            if has_started:
                 raise JobLostError(f"the pod of the Job {self._name} is gone")
             return
         disrupted = _conditions(pod).get(LOST)

@@ -23,7 +23,8 @@ from agentlightning.runner.agents.agent import JobTemplate
 DEFAULT_DEADLINE_SECONDS: Final = 86_400
 """When Kubernetes stops a Job without any other limit: one whose runner is gone must end."""
 FIXED: Final = {"backoffLimit": 0, "completions": 1, "parallelism": 1}
-"""Fields of a Job that retries and results depend on."""
+FIXED_POD: Final = {"restartPolicy": "Never"}
+"""Fields of a Job, and of its pod, that retries and results depend on."""
 AGENT: Final = "agent"
 PREFIX: Final = "agentlightning"
 
@@ -47,30 +48,24 @@ def checked_template(given: Any, source: str) -> dict[str, Any]:
     whose result would not be that of one run."""
     manifest = _without_nulls(given)
     try:
-        _check(manifest, source)
+        if not isinstance(manifest, dict) or (manifest.get("apiVersion"), manifest.get("kind")) != ("batch/v1", "Job"):
+            raise ConfigError(f"{source} has no Job; write apiVersion: batch/v1, kind: Job")
+        spec = manifest.get("spec", {})
+        pod = spec.get("template", {}).get("spec", {})
+        for fields, fixed in ((spec, FIXED), (pod, FIXED_POD)):
+            for name, value in fixed.items():
+                if fields.get(name, value) != value:
+                    raise ConfigError(
+                        f"{source}: {name}={fields[name]}; it is {value}, retries are those of the rollout"
+                    )
+        names = [each.get("name") for each in pod.get("containers", [])]
+        if not names or not all(names) or (len(names) > 1 and AGENT not in names):
+            raise ConfigError(f"{source} has {len(names)} containers; name the one of the agent {AGENT!r}")
     except (AttributeError, TypeError) as error:
         raise ConfigError(
             f"{source} is no Job of Kubernetes: {error}; `kubectl explain job` says what it has"
         ) from error
     return manifest
-
-
-def _check(manifest: Any, source: str) -> None:
-    head = (manifest.get("apiVersion"), manifest.get("kind")) if isinstance(manifest, dict) else None
-    if head != ("batch/v1", "Job"):
-        raise ConfigError(f"{source} has no Job; write apiVersion: batch/v1, kind: Job")
-    spec = manifest.get("spec", {})
-    for name, value in FIXED.items():
-        if spec.get(name, value) != value:
-            raise ConfigError(f"{source}: {name}={spec[name]}; it is {value}, retries are those of the rollout")
-    pod = spec.get("template", {}).get("spec", {})
-    if pod.get("restartPolicy", "Never") != "Never":
-        raise ConfigError(
-            f"{source}: restartPolicy={pod['restartPolicy']}; it is Never, retries are those of the rollout"
-        )
-    containers = [each.get("name") for each in pod.get("containers", [])]
-    if not containers or (len(containers) > 1 and AGENT not in containers):
-        raise ConfigError(f"{source} has {len(containers)} containers; name the one of the agent {AGENT!r}")
 
 
 TEXTS: Final = ("annotations", "labels", "matchLabels", "nodeSelector")
@@ -125,7 +120,7 @@ def attempt_job(
         metadata["ownerReferences"] = [reference]
     spec.update(FIXED)
     spec["activeDeadlineSeconds"] = _deadline(spec, rollout.config.timeout_seconds, template.start_seconds)
-    pod["spec"]["restartPolicy"] = "Never"
+    pod["spec"].update(FIXED_POD)
     container = agent_container(job)
     given = [each for each in container.get("env", []) if each["name"] not in variables]
     # Kubernetes expands $(NAME) in values, secrets included, and makes $$ a $.

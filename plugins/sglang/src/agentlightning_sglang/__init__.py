@@ -8,15 +8,13 @@ distribution it was sampled from, so these parameters are rejected.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agentlightning.engine.base import TERMINATION_PARAMS, SamplingParams, TopLogprobs
+from agentlightning.engine.base import TERMINATION_PARAMS, SamplingParams
 from agentlightning.engine.servers.clients.http import (
     Completion,
     HttpModelServer,
-    JsonClient,
     ModelServerError,
     OnChunk,
     SampleRequest,
@@ -41,8 +39,27 @@ class SGLangServer(HttpModelServer):
 
     async def sample(self, request: SampleRequest, on_chunk: OnChunk, *, stream: bool) -> Completion:
         validate(request.params)
-        reader = _ResponseReader(self, request.params.top_logprobs, on_chunk)
-        return await self._complete(GENERATE, _body(request, stream), request, reader.read)
+        count = 0
+
+        def read(response: Any) -> Completion | None:
+            """Pass on the new tokens; returns the end of the answer once it is known."""
+            nonlocal count
+            try:
+                meta: Mapping[str, Any] = response["meta_info"]
+                chunk = _new_tokens(meta, count, request.params.top_logprobs)
+                reason: Mapping[str, Any] | None = meta.get("finish_reason")
+                kind = reason["type"] if reason else None
+            except (KeyError, TypeError, ValueError) as error:
+                raise self.protocol_error(GENERATE, f"no answer but {response!r:.300}") from error
+            if chunk.token_ids:
+                count += len(chunk.token_ids)
+                on_chunk(chunk)
+            if kind not in (None, "stop", "length"):
+                raise self.protocol_error(GENERATE, f"the answer was ended by the server ({reason})")
+            # SGLang has one label for a whole answer: after a weight update, that of the last token. It is not used.
+            return None if kind is None else Completion(kind)
+
+        return await self._complete(GENERATE, _body(request, stream), request, read)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -82,45 +99,18 @@ class SGLangServer(HttpModelServer):
             raise self.protocol_error(path, str(message))
 
 
-@dataclass
-class _ResponseReader:
-    """Reads the responses of `/generate`. Each event repeats all tokens before it, unless the server was started to
-    send only new ones; the token count of an event tells which."""
-
-    http: JsonClient
-    top_logprobs: int
-    on_chunk: OnChunk
-    count: int = 0
-
-    def read(self, response: Any) -> Completion | None:
-        """Pass on the new tokens; returns the end of the answer once it is known."""
-        try:
-            meta: Mapping[str, Any] = response["meta_info"]
-            chunk = self._new_tokens(meta)
-            reason: Mapping[str, Any] | None = meta.get("finish_reason")
-            kind = reason["type"] if reason else None
-        except (KeyError, TypeError, ValueError) as error:
-            raise self.http.protocol_error(GENERATE, f"no answer but {response!r:.300}") from error
-        if chunk.token_ids:
-            self.count += len(chunk.token_ids)
-            self.on_chunk(chunk)
-        if reason is None:
-            return None
-        if kind not in ("stop", "length"):
-            raise self.http.protocol_error(GENERATE, f"the answer was ended by the server ({reason})")
-        # SGLang has one label for a whole answer: after a weight update, that of the last token. It is not used.
-        return Completion("length" if kind == "length" else "stop")
-
-    def _new_tokens(self, meta: Mapping[str, Any]) -> TokenChunk:
-        tokens: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()
-        tops: Sequence[Sequence[Sequence[Any]]] = (meta.get("output_top_logprobs") or ()) if self.top_logprobs else ()
-        if len(tokens) == meta["completion_tokens"]:
-            tokens, tops = tokens[self.count :], tops[self.count :]
-        top_logprobs: tuple[TopLogprobs, ...] = tuple(
-            tuple((int(entry[1]), float(entry[0])) for entry in position[: self.top_logprobs]) for position in tops
-        )
-        token_ids = tuple(int(entry[1]) for entry in tokens)
-        return TokenChunk(token_ids, tuple(float(entry[0]) for entry in tokens), top_logprobs)
+def _new_tokens(meta: Mapping[str, Any], known: int, limit: int) -> TokenChunk:
+    """The tokens of an event after the `known` ones, with the `limit` most likely at each position. Each event repeats
+    all tokens before it, unless the server was started to send only new ones; the token count of an event tells
+    which."""
+    tokens: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()
+    tops: Sequence[Sequence[Sequence[Any]]] = (meta.get("output_top_logprobs") or ()) if limit else ()
+    start = known if len(tokens) == meta["completion_tokens"] else 0
+    return TokenChunk(
+        tuple(int(entry[1]) for entry in tokens[start:]),
+        tuple(float(entry[0]) for entry in tokens[start:]),
+        tuple(tuple((int(entry[1]), float(entry[0])) for entry in position[:limit]) for position in tops[start:]),
+    )
 
 
 def validate(params: SamplingParams) -> None:

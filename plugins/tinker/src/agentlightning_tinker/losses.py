@@ -76,11 +76,10 @@ def columns_of(loss: str, tokens: int, inputs: Mapping[str, Any]) -> dict[str, F
     """What a loss needs of each token of a sequence, from its inputs [T]. Raises ConfigError for inputs that are
     missing, unknown, or not one number for each token."""
     needed = {"target_tokens", *(("weights",) if loss == "cross_entropy" else RL_INPUTS.values())}
-    known = needed | ({MASK} if loss == "gspo" else set[str]())
-    if missing := sorted(needed - inputs.keys()):
-        raise ConfigError(f"the loss {loss!r} needs the inputs {', '.join(missing)} for each sequence")
-    if unknown := sorted(inputs.keys() - known):
-        raise ConfigError(f"the loss {loss!r} has no input {', '.join(unknown)}; leave it out")
+    given = inputs.keys() - ({MASK} if loss == "gspo" else set[str]())
+    if given != needed:
+        names = [", ".join(sorted(each)) for each in (needed, given)]
+        raise ConfigError(f"the loss {loss!r} needs the inputs {names[0]} for each sequence, and was given {names[1]}")
     for name, values in inputs.items():
         if len(values) != tokens:
             raise ConfigError(f"the loss input {name!r} has {len(values)} numbers for {tokens} tokens; give one each")

@@ -24,7 +24,7 @@ from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import checkpoint
 from agentlightning.models.resolve import resolve_model
 from agentlightning.policy.base import UPDATE, Capabilities, Columns, ScoreColumn, UpdateOptions
-from agentlightning.policy.config import LocalPolicyConfig, TinkerConfig
+from agentlightning.policy.config import LocalPolicyConfig, Lora, TinkerConfig
 from agentlightning.trajectory import TokenTree, TrainingSample
 from agentlightning_tinker.session import TinkerSession
 from agentlightning_tinker.updater import RemoteUpdater, check_adapter, check_sampling
@@ -40,17 +40,13 @@ class TinkerPolicy:
     supported_params = frozenset({"stop_token_ids", "ignore_eos"})
 
     def __init__(
-        self,
-        config: LocalPolicyConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        session: TinkerSession,
-        updater: RemoteUpdater,
+        self, config: LocalPolicyConfig, lora: Lora, tokenizer: PreTrainedTokenizerBase, session: TinkerSession
     ) -> None:
         self.config, self.model = config, config.name
         self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
         self.context_length = config.max_context or min(int(tokenizer.model_max_length), DEFAULT_CONTEXT)
         self.vocab_size: int | None = len(tokenizer)
-        self._session, self._updater = session, updater
+        self._session, self._updater = session, RemoteUpdater(session, lora.optimizer or config.optimizer)
         self._version = 0
         self._sampler: Any = None
         self._changing = asyncio.Lock()
@@ -60,16 +56,15 @@ class TinkerPolicy:
     async def open(cls, config: LocalPolicyConfig, server: TinkerConfig) -> TinkerPolicy:
         """Begin a training run on the server. Raises PolicyError for a server that cannot be used, and ConfigError for
         settings that the API lacks."""
-        check_config(config)
-        assert config.lora is not None
+        lora = check_config(config)
         tokenizer = await asyncio.to_thread(_tokenizer, config)
-        remote = await TinkerSession.open(server, config.model, config.lora.r, config.seed)
+        session = await TinkerSession.open(server, config.model)
         try:
-            updater = RemoteUpdater(remote, config.lora.optimizer or config.optimizer)
-            policy = cls(config, tokenizer, remote, updater)
-            policy._sampler = await remote.sampler()
+            policy = cls(config, lora, tokenizer, session)
+            await session.begin(lora.r, config.seed)
+            await policy._publish(0)
         except BaseException:
-            await remote.close()
+            await session.close("errored")
             raise
         return policy
 
@@ -155,12 +150,8 @@ class TinkerPolicy:
             )
         for tree in trees:
             check_sampling(tree)
-        wanted = {"logprobs": False, "ref_logprobs": True}
-        return {
-            name: await asyncio.to_thread(self._updater.logprobs, trees, of_base=of_base)
-            for name, of_base in wanted.items()
-            if name in what
-        }
+        score = self._updater.logprobs
+        return {name: await asyncio.to_thread(score, trees, of_base=name == "ref_logprobs") for name in sorted(what)}
 
     async def save(self, directory: Path, *, training_state: bool = False) -> None:
         """Save weights and optimiser on the server, and where they are in `directory`, with the tokenizer. A checkpoint
@@ -223,8 +214,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         ) from error
 
 
-def check_config(config: LocalPolicyConfig) -> None:
-    """Raises ConfigError for settings that the API cannot express, naming each."""
+def check_config(config: LocalPolicyConfig) -> Lora:
+    """The adapter to train. Raises ConfigError for settings that the API cannot express, naming each."""
     lora, trained = config.lora, 'policy.kind = "tinker"'
     if lora is None:
         raise ConfigError(f"{trained} trains an adapter: set policy.lora, such as {{ r = 32 }}")
@@ -240,6 +231,7 @@ def check_config(config: LocalPolicyConfig) -> None:
             f"{', '.join(named)}: the Tinker API cannot express this (which layers an adapter has is set by"
             f" policy.tinker.attention, mlp and head); leave it out with {trained}"
         )
+    return lora
 
 
 def _tokenizer(config: LocalPolicyConfig) -> PreTrainedTokenizerBase:

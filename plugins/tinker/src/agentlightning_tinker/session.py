@@ -9,10 +9,8 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import httpx
 import numpy as np
@@ -22,6 +20,7 @@ from tinker import types
 from agentlightning.engine.base import SamplingParams
 from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.policy.config import OptimizerConfig, TinkerConfig
+from agentlightning.policy.update.packing import Row
 from agentlightning.trajectory import FloatArray
 
 BASE_URL: Final = "TINKER_BASE_URL"
@@ -30,6 +29,8 @@ HEALTH: Final = "/api/v1/healthz"
 POLL_SECONDS: Final = 5.0
 """How often the server is asked for a sign of life while a request waits."""
 CLOSE_SECONDS: Final = 5.0
+EPS: Final = 1e-8
+"""Of AdamW, as torch has it."""
 REMEDIES: Final = (
     (
         tinker.NotFoundError,
@@ -42,21 +43,20 @@ REMEDIES: Final = (
 
 
 class TinkerSession:
-    """One training run. Make it with `TinkerSession.open`."""
+    """One training run. Make it with `TinkerSession.open`, and `begin` it."""
 
     def __init__(self, config: TinkerConfig, service: Any, base_model: str) -> None:
         self.config, self.base_model = config, base_model
         self._service = service
         self._training: Any = None
         self._base: Any = None
-        self._url = server_of(config)
-        self._asked = self._alive = self._silent = time.monotonic()
-        """When the server was asked for a sign of life, when it last gave one, and when it last gave none."""
+        self._alive = self._silent = time.monotonic()
+        """When the server last gave a sign of life, and when it last gave none."""
+        self._watch = asyncio.create_task(self._watch_server(server_of(config)))
 
     @classmethod
-    async def open(cls, config: TinkerConfig, model: str, rank: int, seed: int) -> TinkerSession:
-        """Begin a training run. Raises ConfigError for a key, and PolicyError for a server that is
-        not there, or has no such model."""
+    async def open(cls, config: TinkerConfig, model: str) -> TinkerSession:
+        """Raises ConfigError for a key, and PolicyError for a server that is not there."""
         key = os.environ.get(config.key_env, "")
         if not key.startswith(KEY_PREFIX):
             raise ConfigError(
@@ -65,81 +65,85 @@ class TinkerSession:
                 f" {KEY_PREFIX} and its token"
             )
         os.environ.setdefault("TINKER_TELEMETRY", "1" if config.telemetry else "0")
-        url, base = server_of(config), config.base_model or model
-        if url is not None:
+        if (url := server_of(config)) is not None:
             await asyncio.to_thread(_require_server, url)
         with _errors(config, "open a session"):
-            service = await asyncio.to_thread(partial(tinker.ServiceClient, base_url=url, api_key=key))
-        session = cls(config, service, base)
-        layers = {"train_mlp": config.mlp, "train_attn": config.attention, "train_unembed": config.head}
-        making = partial(service.create_lora_training_client, base, rank=rank, seed=seed, **layers)
-        try:
-            session._training = await session._result(making, f"make an adapter over {base!r}")
-        except BaseException:
-            await session.close("errored")
-            raise
-        return session
+            service = await asyncio.to_thread(tinker.ServiceClient, base_url=url, api_key=key)
+        return cls(config, service, config.base_model or model)
 
     # -- training --------------------------------------------------------------------------------------------------
 
+    async def begin(self, rank: int, seed: int) -> None:
+        """Make the adapter that is trained. Raises PolicyError for a model that the server does not have."""
+        layers = {"train_mlp": self.config.mlp, "train_attn": self.config.attention, "train_unembed": self.config.head}
+        what, create = f"make an adapter over {self.base_model!r}", self._service.create_lora_training_client
+        self._training = await self._result(what, create, self.base_model, rank=rank, seed=seed, **layers)
+
     async def forward_backward(
         self,
-        rows: Sequence[Sequence[int]],
-        inputs: Sequence[Mapping[str, FloatArray]],
+        rows: Sequence[Row],
+        columns: Mapping[str, FloatArray],
         loss: str,
         settings: Mapping[str, float],
         *,
         backward: bool = True,
-    ) -> list[FloatArray]:
-        """Add the gradient of a loss, or without `backward` compute it alone. `inputs` are what it needs of the tokens
-        of each row but the first [T - 1]; returns log p of these."""
-        data = [
-            types.Datum(
-                model_input=types.ModelInput.from_ints(list(tokens[:-1])),
-                loss_fn_inputs=cast(Any, {"target_tokens": np.asarray(tokens[1:], np.int64), **own}),
-            )
-            for tokens, own in zip(rows, inputs, strict=True)
-        ]
+    ) -> FloatArray:
+        """Add the gradient of a loss, or without `backward` compute it alone. `columns` are what it needs of the
+        targets of all rows, one behind the other [N]; returns log p of these."""
+        data, start = list[types.Datum](), 0
+        for row in rows:
+            inputs: dict[str, Any] = {"target_tokens": np.asarray(row.token_ids[1:], np.int64)}
+            end = start + len(row.targets)
+            for name, values_N in columns.items():
+                inputs[name] = np.zeros(row.length, np.float32)
+                inputs[name][row.targets - 1] = values_N[start:end]
+            data.append(types.Datum(model_input=_tokens(row.token_ids[:-1]), loss_fn_inputs=inputs))
+            start = end
         call = self._training.forward_backward if backward else self._training.forward
-        output = await self._result(partial(call, data, loss, dict(settings) or None), f"compute the loss {loss!r}")
-        return [np.asarray(each["logprobs"].to_numpy(), np.float32) for each in output.loss_fn_outputs]
+        output = await self._result(f"compute the loss {loss!r}", call, data, loss, dict(settings) or None)
+        found = (np.asarray(each["logprobs"].to_numpy(), np.float32) for each in output.loss_fn_outputs)
+        return np.concatenate([own[row.targets - 1] for own, row in zip(found, rows, strict=True)])
 
-    async def optim_step(self, lr: float, config: OptimizerConfig, eps: float) -> Mapping[str, float]:
+    async def optim_step(self, lr: float, config: OptimizerConfig) -> Mapping[str, float]:
         """A step of AdamW by the gradient so far; returns the server's metrics."""
         params = types.AdamParams(
             learning_rate=lr,
             beta1=config.betas[0],
             beta2=config.betas[1],
-            eps=eps,
+            eps=EPS,
             weight_decay=config.weight_decay,
             grad_clip_norm=config.clip_norm or 0.0,
         )
-        return (await self._result(partial(self._training.optim_step, params), "take an optimiser step")).metrics or {}
+        return (await self._result("take an optimiser step", self._training.optim_step, params)).metrics or {}
 
     async def save(self, name: str) -> str:
         """Save weights and optimiser on the server; returns their path there."""
-        return (await self._result(partial(self._training.save_state, name), "save the weights")).path
+        return (await self._result("save the weights", self._training.save_state, name)).path
 
     async def load(self, path: str) -> None:
         """Continue from what `save` saved, in a new training run on the server."""
-        loading = partial(self._service.create_training_client_from_state_with_optimizer, path)
-        self._training = await self._result(loading, f"load {path}")
+        load = self._service.create_training_client_from_state_with_optimizer
+        self._training = await self._result(f"load {path}", load, path)
 
     async def sampler(self) -> Any:
         """What samples from the weights as they are now."""
-        return await self._result(self._training.save_weights_and_get_sampling_client, "publish the weights")
+        return await self._result("publish the weights", self._training.save_weights_and_get_sampling_client)
 
-    async def base_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float | None]]:
-        """log p of each token of each row under the model below the adapter, None for the first."""
+    async def base_logprobs(self, rows: Sequence[Row]) -> FloatArray:
+        """log p of the targets of all rows under the model below the adapter, one behind the other [N]."""
         if self._base is None:
-            opening = partial(self._service.create_sampling_client, base_model=self.base_model)
-            self._base = await self._result(opening, "open its base")
-        inputs = [types.ModelInput.from_ints(list(row)) for row in rows]
-        return [await self._result(partial(self._base.compute_logprobs, each), "score tokens") for each in inputs]
+            create = self._service.create_sampling_client
+            self._base = await self._result("open its base", create, base_model=self.base_model)
+        found = list[FloatArray]()
+        for row in rows:
+            own = await self._result("score tokens", self._base.compute_logprobs, _tokens(row.token_ids))
+            found.append(np.asarray(own, np.float32)[row.targets])
+        return np.concatenate(found)
 
     async def close(self, status: str = "success") -> None:
         """End the session on the server; what was saved stays. Never fails: the server may be gone, which the package
         would ask for hours, with heartbeats meanwhile."""
+        self._watch.cancel()
         with suppress(Exception):  # the run's own error, or its result, is what counts
             async with asyncio.timeout(CLOSE_SECONDS):
                 ending = await asyncio.to_thread(self._service.close, status)  # it waits for a session that is made
@@ -157,48 +161,49 @@ class TinkerSession:
             top_k=params.top_k or -1,
             top_p=params.top_p,
         )
-        tokens = types.ModelInput.from_ints(list(prompt))
-        with _errors(self.config, "sample"):
-            call = sampler.sample(tokens, 1, settings, topk_sample_logprobs=params.top_logprobs)
-            return (await self._wait(call.future(), "sample")).sequences[0]
+        top, tokens = params.top_logprobs, _tokens(prompt)
+        found = await self._result("sample", sampler.sample, tokens, 1, settings, topk_sample_logprobs=top)
+        return found.sequences[0]
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def _result(self, call: Callable[[], Any], what: str) -> Any:
+    async def _result(self, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What a call of the package gives. Raises PolicyError for one that fails, that takes too long, or whose server
+        is gone for too long."""
+        where = _name(self.config)
         with _errors(self.config, what):
-            pending = await asyncio.to_thread(call)  # some ask the server before they return
-            return await self._wait(pending.future(), what)
+            began = time.monotonic()
+            pending = await asyncio.to_thread(call, *args, **options)  # some ask the server before they return
+            waiting = asyncio.wrap_future(pending.future())
+            try:
+                while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
+                    if time.monotonic() - began > self.config.timeout_seconds:
+                        raise PolicyError(
+                            f"{where} did not {what} in {self.config.timeout_seconds:g} s; resume the run, or raise"
+                            " policy.tinker.timeout_seconds"
+                        )
+                    gone = self._silent - max(self._alive, began)
+                    if gone > self.config.unreachable_seconds:
+                        raise PolicyError(
+                            f"{where} was unreachable for {gone:.0f} s while it was to {what}; start it again, and"
+                            " resume the run"
+                        )
+                return waiting.result()
+            finally:
+                waiting.cancel()
 
-    async def _wait(self, future: Future[Any], what: str) -> Any:
-        """What a request gives. Raises what the request raises, and PolicyError for one that takes too long, or whose
-        server is gone for too long: that is asked once in POLL_SECONDS, however many requests wait."""
-        began, waiting = time.monotonic(), asyncio.wrap_future(future)
-        try:
-            while not (await asyncio.wait({waiting}, timeout=POLL_SECONDS))[0]:
-                now = time.monotonic()
-                if now - began > self.config.timeout_seconds:
-                    raise PolicyError(
-                        f"{_name(self.config)} did not {what} in {self.config.timeout_seconds:g} s; resume the run, or"
-                        " raise policy.tinker.timeout_seconds"
-                    )
-                if self._url is not None:
-                    await self._check_server(self._url, began, now, what)
-            return waiting.result()
-        finally:
-            waiting.cancel()
-
-    async def _check_server(self, url: str, began: float, now: float, what: str) -> None:
-        if now - self._asked >= POLL_SECONDS:
-            self._asked = now
+    async def _watch_server(self, url: str | None) -> None:
+        """Ask the server for a sign of life, however many requests wait for it; the hosted service is not asked."""
+        while url is not None:
+            await asyncio.sleep(POLL_SECONDS)
             if await asyncio.to_thread(_is_alive, url):
-                self._alive = now
+                self._alive = time.monotonic()
             else:
-                self._silent = now
-        gone = self._silent - max(self._alive, began)
-        if gone > self.config.unreachable_seconds:
-            raise PolicyError(
-                f"{url} was unreachable for {gone:.0f} s while it was to {what}; start it again, and resume the run"
-            )
+                self._silent = time.monotonic()
+
+
+def _tokens(tokens: Sequence[int]) -> types.ModelInput:
+    return types.ModelInput.from_ints(list(tokens))
 
 
 def server_of(config: TinkerConfig) -> str | None:

@@ -39,8 +39,6 @@ from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 from agentlightning_tinker.losses import native
 from agentlightning_tinker.session import TinkerSession
 
-EPS: Final = 1e-8
-"""Of AdamW, as torch has it."""
 ROW_BUDGET: Final = 1 << 40
 """All rows are sent at once; the server divides them."""
 
@@ -69,7 +67,7 @@ class RemoteOptimizer:
                 f"the loss of this step is {loss}, and the server cannot drop its gradient; resume the run"
             )
         lr = self._lr * self.config.factor(self.steps) * self.lr_factor
-        metrics = asyncio.run(self._session.optim_step(lr, self.config, EPS))
+        metrics = asyncio.run(self._session.optim_step(lr, self.config))
         self.steps += 1
         found = next((value for name, value in metrics.items() if name.startswith("grad_norm")), math.nan)
         return {"lr": lr, "grad_norm": float(found), "optimizer_steps": 1.0, "skipped_steps": 0.0}
@@ -112,13 +110,9 @@ class RemoteUpdater(Updater):
         table = token_table(map(TrainingSample, trees))
         found = np.zeros(len(table.call), np.float32)
         for batch in self._plan(table, UPDATE):
-            found[batch.places] = self._base_logprobs(batch) if of_base else self._logprobs(batch).numpy()
+            own = asyncio.run(self.session.base_logprobs(batch.rows)) if of_base else self._logprobs(batch).numpy()
+            found[batch.places] = own
         return table.by_node(found)
-
-    def _base_logprobs(self, batch: MicroBatch) -> FloatArray:
-        scores = asyncio.run(self.session.base_logprobs([row.token_ids for row in batch.rows]))
-        own = [np.asarray(each, np.float32)[row.targets] for each, row in zip(scores, batch.rows, strict=True)]
-        return np.concatenate(own)
 
     def _step(self, part: TokenTable, options: UpdateOptions) -> Sums:
         """Rollouts whose data is not finite are left out before anything is sent."""
@@ -194,16 +188,9 @@ class RemoteUpdater(Updater):
         backward: bool = True,
     ) -> Tensor:
         """Compute a loss with these columns of the trained tokens [N] on the server; returns their logprobs_N."""
-        inputs = [{name: np.zeros(row.length, np.float32) for name in columns} for row in batch.rows]
-        for name, values in columns.items():
-            parts = values.split([len(row.targets) for row in batch.rows])
-            for row, own, part in zip(batch.rows, inputs, parts, strict=True):
-                own[name][row.targets - 1] = part.numpy()
-        rows = [row.token_ids for row in batch.rows]
-        found = asyncio.run(self.session.forward_backward(rows, inputs, loss, settings, backward=backward))
-        return torch.from_numpy(
-            np.concatenate([own[row.targets - 1] for own, row in zip(found, batch.rows, strict=True)])
-        )
+        arrays = {name: values.numpy() for name, values in columns.items()}
+        found = self.session.forward_backward(batch.rows, arrays, loss, settings, backward=backward)
+        return torch.from_numpy(asyncio.run(found))
 
 
 def check_losses(losses: Sequence[TokenLoss]) -> None:

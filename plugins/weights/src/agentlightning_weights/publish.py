@@ -12,12 +12,9 @@ from secrets import token_hex
 from agentlightning.policy.base import Policy
 from agentlightning.policy.config import WeightsConfig
 from agentlightning.weight_sync.disk import CheckpointFolder
-from agentlightning_weights.bucket import MANIFEST, Bucket, FileEntry, Manifest, folder_of
-from agentlightning_weights.differences import stored_form
+from agentlightning_weights.bucket import MANIFEST, WANTED, Bucket, FileEntry, Manifest, folder_of, stored_form
 
 logger = logging.getLogger(__name__)
-
-WANTED = "wanted"
 
 
 class WeightPublisher:
@@ -35,29 +32,13 @@ class WeightPublisher:
         """Write the weights in `directory`, which must stay as it is until the next version is published: bytes
         written, of all files, whether the version is full, and seconds. Raises WeightStoreError; hosts then see the
         version before, and the next one is full."""
-        since = time.monotonic()
-        wanted = self.bucket.names(WANTED)
-        full = self._base is None or self._since_full >= self._full_every or bool(wanted)
-        base, self._base = self._base, None
-        manifest = self._write(directory, version, None if full else base)
-        for host in wanted:
-            logger.warning("version %d is full, because %s asked for it", version, host.removesuffix(".json"))
-            self.bucket.remove(f"{WANTED}/{host}")
-        self._base = (version, manifest.id, directory)
-        self._since_full = 1 if manifest.base is None else self._since_full + 1
-        self._prune()
-        return {
-            "weights_bytes": float(manifest.stored),
-            "weights_size": float(sum(entry.size for entry in manifest.files)),
-            "weights_full": float(manifest.base is None),
-            "weights_seconds": time.monotonic() - since,
-        }
-
-    def _write(self, directory: Path, version: int, base: tuple[int, str, Path] | None) -> Manifest:
+        since, wanted = time.monotonic(), self.bucket.names(WANTED)
+        full = self._since_full >= self._full_every or bool(wanted)
+        base, self._base = None if full else self._base, None
         folder, entries = folder_of(version), list[FileEntry]()
         for file in sorted(path for path in directory.rglob("*") if path.is_file()):
             name = file.relative_to(directory).as_posix()
-            entry, data = stored_form(file, name, None if base is None else base[2] / name)
+            entry, data = stored_form(file, name, base and base[2] / name)
             if data:
                 self.bucket.write(f"{folder}/{entry.object_name}", data)
             entries.append(entry)
@@ -69,7 +50,18 @@ class WeightPublisher:
             stored=sum(entry.stored for entry in entries),
         )
         self.bucket.write(f"{folder}/{MANIFEST}", manifest.model_dump_json().encode())
-        return manifest
+        for host in wanted:
+            logger.warning("version %d is full, because %s asked for it", version, host.removesuffix(".json"))
+            self.bucket.remove(f"{WANTED}/{host}")
+        self._base = (version, manifest.id, directory)
+        self._since_full = 1 if manifest.base is None else self._since_full + 1
+        self._prune()
+        return {
+            "weights_bytes": float(manifest.stored),
+            "weights_size": float(sum(entry.size for entry in entries)),
+            "weights_full": float(manifest.base is None),
+            "weights_seconds": time.monotonic() - since,
+        }
 
     def _prune(self) -> None:
         versions = self.bucket.versions()

@@ -16,9 +16,15 @@ from typing import Final
 
 import orjson
 
-from agentlightning_weights.bucket import Bucket, FileEntry, Manifest, WeightStoreError, folder_of
-from agentlightning_weights.differences import DamagedDifferenceError, restore
-from agentlightning_weights.publish import WANTED
+from agentlightning_weights.bucket import (
+    WANTED,
+    Bucket,
+    DamagedDifferenceError,
+    Manifest,
+    WeightStoreError,
+    folder_of,
+    restore,
+)
 
 STATE: Final = "state.json"
 
@@ -44,7 +50,6 @@ class WeightPuller:
         self.bucket = Bucket(url)
         self.directory = directory.absolute()
         self._host = host or socket.gethostname()
-        self._read = 0
 
     @property
     def current(self) -> tuple[int, str] | None:
@@ -52,14 +57,14 @@ class WeightPuller:
         try:
             state = orjson.loads((self.directory / STATE).read_bytes())
             version, name = int(state["version"]), str(state["id"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return (version, name) if self._place(version).is_dir() else None
 
     def pull(self) -> Pulled | None:
         """Bring the newest version here; None where none was published. Raises WeightStoreError where it cannot be: a
         damaged version is refused, and a full one asked for, which the next publication is."""
-        since, self._read = time.monotonic(), 0
+        since = time.monotonic()
         newest, current = max(self.bucket.versions(), default=None), self.current
         if newest is None:
             return None
@@ -71,7 +76,8 @@ class WeightPuller:
             raise WeightStoreError(
                 f"version {newest} at {self.bucket.url} is refused: {error}; {self._ask_for_full()}"
             ) from error
-        return Pulled(newest, self._place(newest), self._read, time.monotonic() - since, len(chain))
+        read = sum(entry.stored for manifest in chain for entry in manifest.files)
+        return Pulled(newest, self._place(newest), read, time.monotonic() - since, len(chain))
 
     def _ask_for_full(self) -> str:
         """Says what comes of it."""
@@ -100,32 +106,26 @@ class WeightPuller:
         return chain[::-1]
 
     def _write(self, manifest: Manifest) -> None:
-        place = self._place(manifest.version)
+        place, folder = self._place(manifest.version), folder_of(manifest.version)
         beside = place.with_name(f".{place.name}")
         shutil.rmtree(beside, ignore_errors=True)
         try:
             for entry in manifest.files:
                 target = beside / entry.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self._file(manifest, entry, target)
+                # Some stores refuse a range of an empty object.
+                data = self.bucket.read(f"{folder}/{entry.object_name}", entry.stored) if entry.stored else b""
+                restore(entry, data, manifest.base and self._place(manifest.base[0]) / entry.name, target)
             shutil.rmtree(place, ignore_errors=True)
             beside.rename(place)
             state = self.directory / f".{STATE}"
-            state.write_bytes(orjson.dumps({"version": manifest.version, "id": manifest.id}))
+            state.write_text(manifest.model_dump_json(include={"version", "id"}))
             state.replace(self.directory / STATE)
         except OSError as error:
             raise WeightStoreError(f"cannot write weights to {self.directory}: {error}; free space there") from error
         finally:
             shutil.rmtree(beside, ignore_errors=True)
         self._prune(manifest.version)
-
-    def _file(self, manifest: Manifest, entry: FileEntry, target: Path) -> None:
-        base = None if manifest.base is None else self._place(manifest.base[0]) / entry.name
-        data = b""
-        if entry.stored:  # some stores refuse a range of an empty object
-            data = self.bucket.read(f"{folder_of(manifest.version)}/{entry.object_name}", entry.stored)
-        self._read += len(data)
-        restore(entry, data, base, target)
 
     def _prune(self, newest: int) -> None:
         """Keep the newest, and the one before it, which a server may still be reading."""

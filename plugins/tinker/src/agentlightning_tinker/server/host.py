@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from secrets import randbits
+from typing import Any, Final, ParamSpec, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -24,22 +26,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentlightning.chat.hf import HFChatFormat
 from agentlightning.engine.base import Sample, SamplingParams
-from agentlightning.engine.local.kv_cache import vocab_size
-from agentlightning.engine.local.scheduler import ContinuousBatcher
-from agentlightning.engine.local.worker import EngineWorker
-from agentlightning.errors import PolicyError
+from agentlightning.errors import ConfigError, PolicyError
 from agentlightning.models import SHARED, checkpoint
-from agentlightning.models.checkpoint import refusing
-from agentlightning.models.lora import Adapter, Adapters, find_layers, read_weights, write_adapter
+from agentlightning.models.lora import Adapter, find_layers, read_weights, write_adapter
 from agentlightning.models.resolve import shared_name
 from agentlightning.policy.config import LocalPolicyConfig
-from agentlightning.policy.losses import WEIGHTS, TokenBatch, TokenLoss
-from agentlightning.policy.model_loading import find_device, load_model, usable_context_length
+from agentlightning.policy.local import LocalPolicy
+from agentlightning.policy.losses import TokenBatch, TokenLoss
 from agentlightning.policy.update.forward import Forward
+from agentlightning.policy.update.updater import tokens_of
 from agentlightning.trajectory import FloatArray
-from agentlightning_tinker.server.wire import ABOUT, AdamParams, LoraShape, Saved
+from agentlightning_tinker.server.wire import ABOUT, AdamParams, Datum, LoraShape, Saved
 
 ALPHA: Final = 32.0
 """The numerator of the scale of every adapter."""
@@ -48,100 +46,59 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def in_worker(
-    method: Callable[Concatenate[AdapterHost, P], T],
-) -> Callable[Concatenate[AdapterHost, P], Coroutine[Any, Any, T]]:
-    """A method of `AdapterHost` that is run in the thread of its model, and awaited."""
-
-    @wraps(method)
-    async def run(self: AdapterHost, *args: P.args, **options: P.kwargs) -> T:
-        return await self.worker.run(lambda: method(self, *args, **options))
-
-    return run
-
-
 @dataclass(frozen=True, slots=True)
-class Datum:
-    """A row of tokens, and for each position what is predicted there and what the loss needs of it [T]."""
+class TrainedAdapter:
+    """An adapter that learns."""
 
-    inputs: tuple[int, ...]
-    targets: tuple[int, ...]
-    """The token to predict after each of `inputs`."""
-    columns: Mapping[str, FloatArray]
-    """By the names that losses have for them; every datum of a loss has the same."""
+    adapter: Adapter
+    optimizer: torch.optim.AdamW
+    shape: LoraShape
 
 
-class AdapterHost:
-    """One model and the adapters over it. Make it with `AdapterHost.open`."""
+class AdapterHost(LocalPolicy):
+    """One model and the adapters over it. Make it with `AdapterHost.open`. What trains, reads or writes an
+    adapter, and is no coroutine, is for the thread of the model: `run` calls it there."""
 
-    def __init__(
-        self,
-        config: LocalPolicyConfig,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_copies: int = 8,
-        token_budget: int = 8192,
-    ) -> None:
-        """At most `max_copies` fixed copies are in memory; the others are read again when they are sampled."""
-        self.config = config
-        self.chat = HFChatFormat(tokenizer, tool_calls=config.tool_calls)
-        self.context_length = usable_context_length(config, model, tokenizer)
-        self.vocab_size = vocab_size(model)
-        self._model = model
-        self._max_copies, self._token_budget = max_copies, token_budget
-        self._adapters = Adapters(model)
-        self._forward = Forward(model)
-        self._trained: dict[str, tuple[Adapter, torch.optim.AdamW]] = {}
-        """The adapters that learn, and their optimisers."""
+    max_copies = 8
+    """So many fixed copies are in memory; the others are read again when they are sampled."""
+    token_budget = 8192
+    """Tokens of one forward pass of `gradient`, padding included."""
+
+    def __init__(self, config: LocalPolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        if config.adapters:
+            raise ConfigError(f"a directory of adapters is not served; name the model below them, {config.model}")
+        super().__init__(config, model, tokenizer, make_updater=None)
+        self.trained: dict[str, TrainedAdapter] = {}
+        """The adapters that learn, by name."""
+        self._adapters, self._forward = self._learner.adapters, Forward(model)
         self._copies: OrderedDict[str, int] = OrderedDict()
         """The copies in memory, the one used last at the end, with their running answers."""
         self._loading = asyncio.Lock()
-        self._batcher = ContinuousBatcher(
-            model,
-            eos_token_ids=self.chat.eos_token_ids,
-            decode=self.chat.decode,
-            context_length=self.context_length,
-            max_batch_size=config.max_batch_size,
-            kv_cache_bytes=config.kv_cache_bytes,
-            prefix_cache_bytes=config.prefix_cache_bytes,
-            prefill_tokens=config.prefill_tokens,
-            seed=config.seed,
-            adapters=self._adapters,
-        )
-        self.worker = EngineWorker(self._batcher, threads=config.threads)
 
-    @classmethod
-    def open(cls, config: LocalPolicyConfig, **options: int) -> AdapterHost:
-        """Load the model. Raises ConfigError or PolicyError, naming the path."""
-        torch.set_num_threads(config.threads)
-        tokenizer, model = load_model(config)
-        placed = cast(nn.Module, model).to(find_device(config.device))
-        with refusing(model):
-            return cls(config, cast(PreTrainedModel, placed), tokenizer, **options)
+    async def run(self, method: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call a method in the thread of the model. Raises PolicyError in place of foreign exceptions."""
+        return await self._engine.run(partial(method, *args, **options))
 
     # -- learning --------------------------------------------------------------------------------------------------
 
-    @in_worker
     def create(self, name: str, shape: LoraShape) -> None:
         """A new adapter, which changes nothing yet. Raises ConfigError for a shape that the model cannot have."""
         adapter = self._add(name, shape)
         optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.0, foreach=True)
-        self._trained[name] = adapter, optimizer
+        self.trained[name] = TrainedAdapter(adapter, optimizer, shape)
 
     def _add(self, name: str, shape: LoraShape) -> Adapter:
         targets = _layers(self._model, shape)
-        seed = (shape.seed or 0) + crc32(SHARED.encode()) - crc32(name.encode())  # As the policy of a run begins.
+        seed = randbits(31) if shape.seed is None else shape.seed
+        seed += crc32(SHARED.encode()) - crc32(name.encode())  # As the policy of a run begins.
         return self._adapters.add(name, r=shape.rank, alpha=ALPHA, targets=targets, seed=seed, head=shape.train_unembed)
 
-    @in_worker
     def remove(self, prefix: str) -> None:
         """Forget the adapters that learn and whose names begin so; saved weights stay."""
-        for name in [each for each in self._trained if each.startswith(prefix)]:
-            del self._trained[name]
+        for name in [each for each in self.trained if each.startswith(prefix)]:
+            del self.trained[name]
             self._adapters.remove(name)
 
-    @in_worker
     def gradient(
         self, name: str, data: Sequence[Datum], loss: TokenLoss, *, backward: bool = True
     ) -> tuple[float, list[torch.Tensor]]:
@@ -153,10 +110,10 @@ class AdapterHost:
         self._model.eval()
         try:
             with self._adapters.use(name), torch.set_grad_enabled(backward):
-                for numbers in _batches([len(each.inputs) for each in data], self._token_budget):
+                for numbers in _batches([len(each.inputs) for each in data], self.token_budget):
                     part = [data[number] for number in numbers]
                     logprobs_N = self._forward.of_targets([d.inputs for d in part], [d.targets for d in part])
-                    value = loss(_token_batch(part, logprobs_N)).loss
+                    value = loss(tokens_of(_token_batch(part, logprobs_N), loss)).loss
                     if backward:
                         value.backward()
                     total += float(value.detach())
@@ -169,15 +126,14 @@ class AdapterHost:
                 )
         except Exception:
             if backward:
-                self._trained[name][1].zero_grad()
+                self.trained[name].optimizer.zero_grad()
             raise
         return total, [found[number] for number in range(len(data))]
 
-    @in_worker
     def optim_step(self, name: str, settings: AdamParams) -> dict[str, float]:
         """Update an adapter by its accumulated gradient, and drop that. Returns the norm of the gradient. Raises
         PolicyError, and changes nothing, where it is not finite or there is none."""
-        adapter, optimizer = self._trained[name]
+        adapter, optimizer = self.trained[name].adapter, self.trained[name].optimizer
         gradients = [each.grad for each in adapter.parameters() if each.grad is not None]
         if not gradients:
             raise PolicyError("there is no gradient to step by; call forward_backward before optim_step")
@@ -187,35 +143,33 @@ class AdapterHost:
             raise PolicyError(f"the norm of the gradient is {float(norm)}: it was dropped, and no weight has changed")
         if settings.grad_clip_norm > 0:
             nn.utils.clip_grads_with_norm_(adapter.parameters(), settings.grad_clip_norm, norm)
-        for group in optimizer.param_groups:
-            group |= {
-                "lr": settings.learning_rate,
-                "betas": (settings.beta1, settings.beta2),
-                "eps": settings.eps,
-                "weight_decay": settings.weight_decay,
-            }
+        optimizer.param_groups[0] |= {
+            "lr": settings.learning_rate,
+            "betas": (settings.beta1, settings.beta2),
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+        }
         optimizer.step()
         optimizer.zero_grad()
         return {"grad_norm:mean": float(norm)}
 
-    @in_worker
-    def save(self, name: str, saved: Saved, *, with_optimizer: bool = False) -> None:
+    def save_trained(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
         """Write an adapter as the peft library does, what it fits, and the state of its optimiser beside it. The
         directory is complete, or as it was. Raises PolicyError."""
-        adapter, optimizer = self._trained[name]
+        own = self.trained[name]
+        about = Saved(directory=directory, base=self.config.name, shape=own.shape, saved=time.time())
         checkpoint.save(
-            saved.directory,
+            directory,
             None,
-            lambda new: write_adapter(new, adapter, shared_name(self.config.model)),
-            lambda new: torch.save(optimizer.state_dict(), new / OPTIMIZER) if with_optimizer else None,
-            lambda new: (new / ABOUT).write_text(saved.model_dump_json()),
+            lambda new: write_adapter(new, own.adapter, shared_name(self.config.model)),
+            lambda new: torch.save(own.optimizer.state_dict(), new / OPTIMIZER) if with_optimizer else None,
+            lambda new: (new / ABOUT).write_text(about.model_dump_json()),
         )
 
-    @in_worker
-    def load(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
+    def load_trained(self, name: str, directory: Path, *, with_optimizer: bool = False) -> None:
         """Put saved weights in place. Raises PolicyError for those of another shape, before anything changes."""
-        adapter, optimizer = self._trained[name]
-        weights = read_weights(directory, adapter)
+        own = self.trained[name]
+        weights = read_weights(directory, own.adapter)
         state: Any = None
         if with_optimizer:
             try:
@@ -225,40 +179,33 @@ class AdapterHost:
                     f"{directory} holds no state of an optimiser: {error}; load it without, or choose one that"
                     " save_state wrote"
                 ) from error
-        adapter.load_state_dict(weights)
+        own.adapter.load_state_dict(weights)
         if state is not None:
-            optimizer.load_state_dict(state)
-        optimizer.zero_grad()
+            own.optimizer.load_state_dict(state)
+        own.optimizer.zero_grad()
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    async def sample(self, copy: Saved | None, prompt: Sequence[int], params: SamplingParams) -> Sample:
+    def validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises as `Engine.sample` for a request that cannot be served. For any thread."""
+        self._generator.validate(prompt, params)
+
+    async def sample_copy(self, copy: Saved | None, prompt: Sequence[int], params: SamplingParams) -> Sample:
         """Sample one answer from the model below the adapters, or from a copy. Raises as `Engine.sample`, and
         PolicyError for a copy that is gone."""
         async with self._held(copy) as name:
-            return await self.worker.sample(prompt, params, None, name)
+            return await self.sample_adapter(name, prompt, params)
 
-    async def score(self, copy: Saved | None, tokens: Sequence[int]) -> FloatArray:
+    async def score_copy(self, copy: Saved | None, tokens: Sequence[int]) -> FloatArray:
         """log p of each token but the first, at temperature 1 [T - 1]."""
+
+        def compute() -> FloatArray:
+            self._model.eval()
+            with torch.no_grad(), self._adapters.use(name):
+                return self._forward.of_targets([tokens[:-1]], [tokens[1:]]).float().cpu().numpy()
+
         async with self._held(copy) as name:
-            return await self._score(name, tokens)
-
-    async def drop_copies(self, directories: Iterable[Path]) -> None:
-        """Free the memory of copies of what was saved below, where nobody samples from them."""
-        prefixes = tuple(map(str, directories))
-        async with self._loading:
-            for name in [each for each, running in self._copies.items() if not running and each.startswith(prefixes)]:
-                await self._drop_copy(name)
-
-    async def close(self) -> None:
-        await self.worker.close()
-
-    @in_worker
-    @torch.no_grad()
-    def _score(self, name: str | None, tokens: Sequence[int]) -> FloatArray:
-        self._model.eval()
-        with self._adapters.use(name):
-            return self._forward.of_targets([tokens[:-1]], [tokens[1:]]).float().cpu().numpy()
+            return await self._engine.run(compute)
 
     @asynccontextmanager
     async def _held(self, copy: Saved | None) -> AsyncGenerator[str | None]:
@@ -266,29 +213,24 @@ class AdapterHost:
         if copy is None:
             yield None
             return
-        name = copy.name
         async with self._loading:
-            if name not in self._copies:
+            if copy.name not in self._copies:
                 idle = [each for each, running in self._copies.items() if not running]
-                for other in idle[: max(0, len(self._copies) + 1 - self._max_copies)]:
-                    await self._drop_copy(other)
-                await self._read_copy(copy)
-                self._copies[name] = 0
-            self._copies.move_to_end(name)
-            self._copies[name] += 1
+                await self.run(self._read_copy, copy, idle[: max(0, len(self._copies) + 1 - self.max_copies)])
+                self._copies[copy.name] = 0
+            self._copies.move_to_end(copy.name)
+            self._copies[copy.name] += 1
         try:
-            yield name
+            yield copy.name
         finally:
-            self._copies[name] -= 1
+            self._copies[copy.name] -= 1
 
-    @in_worker
-    def _drop_copy(self, name: str) -> None:
-        del self._copies[name]
-        self._adapters.remove(name)
-        self._batcher.prefix_cache.clear([name])
-
-    @in_worker
-    def _read_copy(self, copy: Saved) -> None:
+    def _read_copy(self, copy: Saved, unused: Sequence[str]) -> None:
+        """Read a copy from the disk, in place of those that are not used."""
+        for name in unused:
+            del self._copies[name]
+            self._adapters.remove(name)
+        self._generator.prefix_cache.clear(unused)
         adapter = self._add(copy.name, copy.shape)
         try:
             adapter.load_state_dict(read_weights(copy.directory, adapter))
@@ -319,11 +261,9 @@ def _batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _token_batch(data: Sequence[Datum], logprobs_N: torch.Tensor) -> TokenBatch:
-    """The tokens of a few rows. Those without a weight are part of no ratio."""
-    device = logprobs_N.device
+    """All tokens of a few rows, each of which is a call of its own."""
     columns = {name: np.concatenate([each.columns[name] for each in data]) for name in data[0].columns}
-    counts_N = columns[WEIGHTS] != 0
-    numbers_N = np.repeat(np.arange(len(data)), [len(each.inputs) for each in data])
-    kept = {name: torch.from_numpy(values[counts_N]).to(device) for name, values in columns.items()}
-    group = torch.from_numpy(np.unique(numbers_N[counts_N], return_inverse=True)[1]).to(device)
-    return TokenBatch(logprobs_N[torch.from_numpy(counts_N).to(device)], kept, call=group, rollout=group)
+    numbers_N = torch.arange(len(data)).repeat_interleave(torch.tensor([len(each.inputs) for each in data]))
+    call = numbers_N.to(logprobs_N.device)
+    tensors = {name: torch.from_numpy(values_N).to(logprobs_N.device) for name, values_N in columns.items()}
+    return TokenBatch(logprobs_N, tensors, call=call, rollout=call)

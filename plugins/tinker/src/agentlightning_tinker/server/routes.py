@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -26,16 +26,15 @@ from agentlightning.policy.open import policy_config
 from agentlightning.store.http.endpoint import ClientDisconnected, receive_body, status_of
 from agentlightning_tinker.server import wire
 from agentlightning_tinker.server.host import AdapterHost
-from agentlightning_tinker.server.requests import Found, json_response
 from agentlightning_tinker.server.service import SCHEME, TinkerService
+from agentlightning_tinker.server.sessions import Found, json_response
 
 BASE: Final = "/api/v1"
-DOWNLOAD: Final = "/download"
+HEALTH: Final = "GET /healthz"
+DOWNLOAD: Final = "GET /download/{link:path}"
 HEARTBEAT: Final = "/session_heartbeat"
 MAX_BODY_BYTES: Final = 64 << 20
 SMALLER: Final = "send fewer sequences at once, or raise --max-body"
-POLL_SECONDS: Final = 20.0
-"""How long a request for a result waits for it."""
 LINK_SECONDS: Final = 3600.0
 """How long the URL of a file is valid. Who has it may download the file, without the API key."""
 CLIENT_CONFIG: Final = {
@@ -47,10 +46,7 @@ CLIENT_CONFIG: Final = {
     "sample_join_sampling_session": False,
     "use_pyqwest_transport": False,
 }
-Answer = Found | str | None
-"""What is answered; as text, the id of a request whose result is fetched later."""
-Endpoint = Callable[[Request], Awaitable[Answer]]
-Links = dict[str, tuple[Mapping[str, Path], float]]
+Endpoint = Callable[[Request], Awaitable[Found]]
 
 
 @asynccontextmanager
@@ -62,63 +58,61 @@ async def open_routes(
     named = [model.partition("=") for model in models]
     paths = {name if equals else Path(name).name.removesuffix(".gguf"): path or name for name, equals, path in named}
     configs = [policy_config(PolicyConfig(), path).model_copy(update={"name": name}) for name, path in paths.items()]
-    hosts = {config.name: await asyncio.to_thread(AdapterHost.open, config) for config in configs}
+    hosts = [await asyncio.to_thread(AdapterHost.open, config) for config in configs]
     async with tinker_routes(hosts, folder, token, max_body_bytes=max_body_bytes) as routes:
         yield routes
 
 
 @asynccontextmanager
 async def tinker_routes(
-    hosts: Mapping[str, AdapterHost], folder: Path, token: str | None, *, max_body_bytes: int = MAX_BODY_BYTES
+    hosts: Sequence[AdapterHost], folder: Path, token: str | None, *, max_body_bytes: int = MAX_BODY_BYTES
 ) -> AsyncGenerator[list[BaseRoute]]:
     """The routes, which serve `hosts` by the name of their model and close them at the end. Saved weights go below
     `folder`. With a `token`, all but the health check need it as the API key, with or without the prefix `tml-`."""
     service = TinkerService(hosts, folder)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(service.close)
-        watch = asyncio.create_task(service.end_silent_sessions())
-        stack.callback(watch.cancel)
+    watch = asyncio.create_task(service.end_silent_sessions())
+    try:
         yield _routes(service, max_body_bytes, token)
+    finally:
+        watch.cancel()
+        await service.close()
 
 
 def _routes(service: TinkerService, max_body_bytes: int, token: str | None) -> list[BaseRoute]:
     of = _Endpoints(service, max_body_bytes)
-    open_to_all: dict[str, Endpoint] = {
-        "/healthz": _always({"status": "ok"}),
-        f"{DOWNLOAD}/{{secret}}/{{name:path}}": of.download,
+    endpoints: dict[str, Endpoint] = {
+        HEALTH: _always({"status": "ok"}),
+        DOWNLOAD: of.download,
+        "GET /get_server_capabilities": _always(service.capabilities()),
+        "GET /samplers/{name}": of.sampler_info,
+        "GET /training_runs/{model}/checkpoints/{kind}/{name:path}/external_weights_urls": of.external_urls,
+        "POST /client/config": of.reading(wire.CreateSession, _always(CLIENT_CONFIG)),
+        "POST /client/dynamic_config": _always({"sample_cancel_enabled": True}),
+        "POST /telemetry": _always({"status": "accepted"}),
+        "POST /create_session": of.reading(wire.CreateSession, service.create_session),
+        f"POST {HEARTBEAT}": of.reading(wire.SessionId, service.heartbeat),
+        "POST /sessions/{name}/finish": of.end_session,
+        "POST /create_model": of.reading(wire.CreateModel, service.begin),
+        "POST /get_info": of.reading(wire.ModelId, service.info),
+        "POST /weights_info": of.reading(wire.WeightsPath, service.weights_info),
+        "POST /create_sampling_session": of.reading(wire.CreateSampler, service.create_sampler),
+        "POST /asample": of.reading(wire.SampleRequest, service.sample),
+        "POST /retrieve_future": of.reading(wire.RequestId, service.fetch),
+        "POST /cancel_future": of.reading(wire.RequestId, service.cancel),
+        "POST /forward_backward": of.forward_backward,
+        "POST /optim_step": of.reading(wire.OptimStep, service.optim_step),
+        "POST /save_weights": of.reading(wire.SaveWeights, service.save_weights),
+        "POST /save_weights_for_sampler": of.reading(wire.SaveForSampler, service.save_for_sampler),
+        "POST /save_weights_external": of.reading(wire.SaveExternal, service.save_external),
+        "POST /load_weights": of.reading(wire.LoadWeights, service.load_weights),
+        "GET,POST,PUT,DELETE /{path:path}": _not_offered,
     }
-    gets: dict[str, Endpoint] = {
-        "/get_server_capabilities": _always(service.capabilities()),
-        "/samplers/{name}": of.sampler_info,
-        "/training_runs/{model}/checkpoints/{kind}/{name:path}/external_weights_urls": of.external_urls,
-    }
-    posts: dict[str, Endpoint] = {
-        "/client/config": of.reading(wire.CreateSession, _always(CLIENT_CONFIG)),
-        "/client/dynamic_config": _always({"sample_cancel_enabled": True}),
-        "/telemetry": _always({"status": "accepted"}),
-        "/create_session": of.reading(wire.CreateSession, service.create_session),
-        HEARTBEAT: of.reading(wire.SessionId, service.heartbeat),
-        "/sessions/{name}/finish": of.end_session,
-        "/create_model": of.reading(wire.CreateModel, service.begin),
-        "/get_info": of.reading(wire.ModelId, service.info),
-        "/weights_info": of.reading(wire.WeightsPath, service.weights_info),
-        "/create_sampling_session": of.reading(wire.CreateSampler, service.create_sampler),
-        "/asample": of.reading(wire.SampleRequest, service.sample),
-        "/retrieve_future": of.reading(wire.RequestId, of.fetch),
-        "/cancel_future": of.reading(wire.RequestId, service.cancel),
-        "/forward_backward": of.forward_backward,
-        "/optim_step": of.reading(wire.OptimStep, service.optim_step),
-        "/save_weights": of.reading(wire.SaveWeights, service.save_weights),
-        "/save_weights_for_sampler": of.reading(wire.SaveForSampler, service.save_for_sampler),
-        "/save_weights_external": of.reading(wire.SaveExternal, service.save_external),
-        "/load_weights": of.reading(wire.LoadWeights, service.load_weights),
-    }
-    return [
-        *(Route(BASE + path, _answering(each, None), methods=["GET"]) for path, each in open_to_all.items()),
-        *(Route(BASE + path, _answering(each, token), methods=["GET"]) for path, each in gets.items()),
-        *(Route(BASE + path, _answering(each, token), methods=["POST"]) for path, each in posts.items()),
-        Route(f"{BASE}/{{path:path}}", _answering(_not_offered, token), methods=["GET", "POST", "PUT", "DELETE"]),
-    ]
+    routes: list[BaseRoute] = []
+    for name, endpoint in endpoints.items():
+        methods, path = name.split()
+        key = None if name in (HEALTH, DOWNLOAD) else token
+        routes.append(Route(BASE + path, _answering(endpoint, key), methods=methods.split(",")))
+    return routes
 
 
 def _answering(endpoint: Endpoint, token: str | None) -> Callable[[Request], Awaitable[Response]]:
@@ -137,22 +131,24 @@ def _answering(endpoint: Endpoint, token: str | None) -> Callable[[Request], Awa
         except AgentLightningError as error:
             ended = isinstance(error, NotFoundError) and request.url.path == BASE + HEARTBEAT
             status = 410 if ended else 400 if isinstance(error, ContextLengthError) else status_of(error)
-            return json_response({"error": str(error), "detail": str(error)}, status)
-        if isinstance(found, Response):
-            return found
-        return json_response({"request_id": found} if isinstance(found, str) else found or {})
+            return _error(str(error), status)
+        return found if isinstance(found, Response) else json_response(found)
 
     return respond
 
 
-def _always(answer: Answer) -> Callable[[Any], Awaitable[Answer]]:
-    async def give(_: Any) -> Answer:
+def _error(message: str, status: int) -> Response:
+    return json_response({"error": message, "detail": message}, status)
+
+
+def _always(answer: Found) -> Callable[[Any], Awaitable[Found]]:
+    async def give(_: Any) -> Found:
         return answer
 
     return give
 
 
-async def _not_offered(request: Request) -> Answer:
+async def _not_offered(request: Request) -> Found:
     raise NotFoundError(f"{request.method} {request.url.path} is not offered by this server of the Tinker API")
 
 
@@ -162,20 +158,20 @@ class _Endpoints:
 
     service: TinkerService
     max_body_bytes: int
-    links: Links = field(default_factory=Links)
-    """The files that may be downloaded, by a random name of them all, and until when."""
+    links: dict[str, tuple[Path, float]] = field(default_factory=dict[str, tuple[Path, float]])
+    """The files that may be downloaded, each by a random name of its own, and until when."""
 
     async def _body(self, request: Request) -> bytes:
         return await receive_body(request.headers, request.receive, self.max_body_bytes, SMALLER)
 
-    def reading(self, kind: type[wire.WireRequest], handler: Callable[[Any], Awaitable[Any]]) -> Endpoint:
+    def reading(self, kind: type[wire.WireRequest], handler: Callable[[Any], Awaitable[Found]]) -> Endpoint:
         """Handled at once, or in the turn of its model, of which also an error is the result: later requests are not
         kept waiting for it."""
 
-        async def answer(request: Request) -> Answer:
+        async def answer(request: Request) -> Found:
             body, path = await self._body(request), request.url.path
 
-            async def work() -> Any:
+            async def work() -> Found:
                 try:
                     given = kind.model_validate_json(body)
                 except ValidationError as error:
@@ -184,13 +180,14 @@ class _Endpoints:
                     raise ConfigError(f"{path}: {found}") from error
                 return await handler(given)
 
-            if (place := wire.Place.of(kind, body)) is not None:
-                return self.service.requests_of(place.model_id).enqueue(place.model_id, place.seq_id, work)
+            if "model_id" in kind.model_fields:
+                with suppress(ValidationError):  # It has no turn, or does not say which one.
+                    return self.service.enqueue(wire.Place.model_validate_json(body), work)
             return await work()
 
         return answer
 
-    async def forward_backward(self, request: Request) -> str:
+    async def forward_backward(self, request: Request) -> Found:
         kind = request.headers.get("content-type", "")
         if wire.PROTOBUF not in kind or request.headers.get("content-encoding"):
             raise ConfigError(
@@ -198,38 +195,31 @@ class _Endpoints:
                 f" server reads {wire.PROTOBUF}: use version {wire.OLDEST_SDK} or newer of the tinker package"
             )
         given = wire.read_request(await self._body(request))
-        work = partial(self.service.forward_backward, given)
-        return self.service.requests_of(given.model_id).enqueue(given.model_id, given.seq_id, work)
+        return self.service.enqueue(given, partial(self.service.forward_backward, given))
 
-    async def fetch(self, given: wire.RequestId) -> Found:
-        name = given.request_id
-        result = await self.service.requests_of(name).fetch(name, POLL_SECONDS)
-        return result or {"type": "try_again", "request_id": name, "queue_state": "active"}
-
-    async def end_session(self, request: Request) -> None:
+    async def end_session(self, request: Request) -> Found:
         await self.service.end_session(request.path_params["name"])
+        return {}
 
     async def sampler_info(self, request: Request) -> Found:
         return self.service.sampler_info(request.path_params["name"])
 
     async def external_urls(self, request: Request) -> Found:
         """A URL for each file, at the address by which the client reaches this server."""
-        given, now, secret = request.path_params, time.time(), secrets.token_urlsafe(32)
+        given, now = request.path_params, time.time()
         path = f"{SCHEME}{given['model']}/{given['kind']}/{quote(given['name'], safe='')}"
-        files = await self.service.external_files(path)
+        links = {f"{token_urlsafe(32)}/{n}": file for n, file in (await self.service.external_files(path)).items()}
         self.links = {link: known for link, known in self.links.items() if known[1] > now}
-        self.links[secret] = files, now + LINK_SECONDS
-        root = f"{request.url.scheme}://{request.url.netloc}{BASE}{DOWNLOAD}/{secret}"
-        urls = {name: f"{root}/{quote(name)}" for name in files}
+        self.links |= {link: (file, now + LINK_SECONDS) for link, file in links.items()}
+        root = f"{request.url.scheme}://{request.url.netloc}{BASE}/download/"
+        urls = {link.partition("/")[2]: root + quote(link) for link in links}
         return {"urls": urls, "expires": datetime.fromtimestamp(now + LINK_SECONDS, UTC).isoformat()}
 
     async def download(self, request: Request) -> Response:
         """A file, for who has its URL."""
-        files, until = self.links.get(request.path_params["secret"], ({}, 0.0))
-        file = files.get(request.path_params["name"])
+        file, until = self.links.get(request.path_params["link"], (None, 0.0))
         if file is None or until < time.time():
-            message = "this URL is not one of this server, or has expired; ask for another one"
-            return json_response({"error": message, "detail": message}, 403)
+            return _error("this URL is not one of this server, or has expired; ask for another one", 403)
         if not file.is_file():
             raise NotFoundError(f"{file.name} is no longer there; save the weights again")
         return FileResponse(file, media_type="application/octet-stream")

@@ -11,23 +11,22 @@ import asyncio
 import logging
 import shutil
 import time
-from asyncio import Semaphore
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import randbits, token_hex
+from secrets import token_hex
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
+import numpy as np
 from starlette.responses import Response
 
-from agentlightning.engine.base import Sample, SamplingParams, room_for_answer
+from agentlightning.engine.base import Sample, SamplingParams
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning_tinker.losses import columns_of, make_loss
+from agentlightning_tinker.losses import make_loss
 from agentlightning_tinker.server import wire
-from agentlightning_tinker.server.host import AdapterHost, Datum
-from agentlightning_tinker.server.requests import Found, Requests, owner_of, unknown
+from agentlightning_tinker.server.host import AdapterHost
+from agentlightning_tinker.server.sessions import Found, Sampler, Session, Work, require
 
 logger = logging.getLogger(__name__)
 
@@ -35,45 +34,16 @@ SCHEME: Final = "tinker://"
 KINDS = WEIGHTS, SAMPLER, EXTERNAL, SNAPSHOTS = "weights", "sampler_weights", "external_weights", "snapshots"
 """Of saved weights; snapshots have no name, and end with their session."""
 SESSION_SECONDS: Final = 900.0
-
-
-@dataclass(slots=True)
-class Session:
-    heard: float
-    requests: Requests
-    models: dict[str, Model] = field(default_factory=dict[str, "Model"])
-    samplers: dict[str, Sampler] = field(default_factory=dict[str, "Sampler"])
-    slots: dict[AdapterHost, Semaphore] = field(default_factory=dict[AdapterHost, Semaphore])
-    """By model, for answers at the same time, three quarters of those that are sampled in one batch: those of another
-    session do not wait for all that one has asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A training run."""
-
-    base: str
-    host: AdapterHost
-    shape: wire.LoraShape
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    base: str
-    host: AdapterHost
-    copy: wire.Saved | None = None
-    """None: the model below the adapters."""
-    path: str | None = None
+POLL_SECONDS: Final = 20.0
+"""How long a request for a result waits for it."""
 
 
 class TinkerService:
-    """Serves `hosts`, by the name of their model. The methods that take a request of `wire` answer it, as text with the
-    id of a request whose result is fetched later."""
+    """Serves `hosts`. The methods that take a request of `wire` answer it, some with the id of a request whose result
+    is fetched later."""
 
-    def __init__(
-        self, hosts: Mapping[str, AdapterHost], folder: Path, *, session_seconds: float = SESSION_SECONDS
-    ) -> None:
-        self.hosts = hosts
+    def __init__(self, hosts: Sequence[AdapterHost], folder: Path, *, session_seconds: float = SESSION_SECONDS) -> None:
+        self.hosts = {host.config.name: host for host in hosts}
         self.sessions: dict[str, Session] = {}
         self._folder, self._session_seconds = folder.absolute(), session_seconds
 
@@ -87,15 +57,16 @@ class TinkerService:
     # -- sessions --------------------------------------------------------------------------------------------------
 
     async def create_session(self, request: wire.CreateSession) -> Found:
-        name = token_hex(8)
-        self.sessions[name] = Session(time.monotonic(), Requests(name))
+        # Three quarters of a batch: answers of another session do not wait for all that one has asked for.
+        name, batch = token_hex(8), min(host.config.max_batch_size for host in self.hosts.values())
+        self.sessions[name] = Session(name, batch - batch // 4)
         logger.info("session %s of a client of version %s", name, request.sdk_version or "unknown")
         return {"type": "create_session", "session_id": name}
 
     def session(self, name: str) -> Session:
-        """Raises NotFoundError for a session that has ended."""
-        if (found := self.sessions.get(name)) is None:
-            raise unknown(f"session {name!r}")
+        """The session of a name: its own, or that of a training run, a sampler or a request. Raises NotFoundError for
+        one that has ended."""
+        found = require(self.sessions.get(name.partition(":")[0]), f"session {name!r}")
         found.heard = time.monotonic()
         return found
 
@@ -107,14 +78,14 @@ class TinkerService:
         """Forget its training runs and samplers; weights that were saved under a name stay."""
         if (session := self.sessions.pop(name, None)) is None:
             return
-        await session.requests.close()
+        await session.close()
         for host in self.hosts.values():  # behind what is still made of the session in there
-            await host.remove(f"{name}:")
-        snapshots = await asyncio.to_thread(lambda: list(self._folder.glob(f"{name}%3A*/{SNAPSHOTS}")))
-        for host in self.hosts.values():
-            await host.drop_copies(snapshots)
-        for directory in snapshots:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await host.run(host.remove, f"{name}:")
+        await asyncio.to_thread(self._remove_snapshots, name)
+
+    def _remove_snapshots(self, session: str) -> None:
+        for directory in self._folder.glob(f"{session}%3A*/{SNAPSHOTS}"):
+            shutil.rmtree(directory, ignore_errors=True)
 
     async def end_silent_sessions(self) -> None:
         """End the sessions that were not heard of for too long. Never returns."""
@@ -125,13 +96,19 @@ class TinkerService:
                 logger.warning("session %s ends: nothing was heard of it for %g s", name, self._session_seconds)
                 await self.end_session(name)
 
-    def requests_of(self, name: str) -> Requests:
-        """Those of the session of a model or a request. Raises NotFoundError."""
-        return self.session(owner_of(name)).requests
+    def enqueue(self, place: Any, work: Work) -> Found:
+        """Do the work of a request with a `model_id` and a `seq_id` in its turn."""
+        return {"request_id": self.session(place.model_id).enqueue(place.model_id, place.seq_id, work)}
 
-    async def cancel(self, request: wire.RequestId) -> None:
+    async def fetch(self, request: wire.RequestId) -> Found:
+        name = request.request_id
+        result = await self.session(name).fetch(name, POLL_SECONDS)
+        return result or {"type": "try_again", "request_id": name, "queue_state": "active"}
+
+    async def cancel(self, request: wire.RequestId) -> Found:
         with suppress(NotFoundError):  # its session has ended, and it with that
-            self.requests_of(request.request_id).cancel(request.request_id)
+            self.session(request.request_id).cancel(request.request_id)
+        return {}
 
     # -- training runs ---------------------------------------------------------------------------------------------
 
@@ -140,15 +117,15 @@ class TinkerService:
         lengths = {name: host.context_length for name, host in self.hosts.items()}
         return {"supported_models": [{"model_name": n, "max_context_length": c, **offered} for n, c in lengths.items()]}
 
-    async def begin(self, request: wire.CreateModel | wire.LoadWeights) -> str:
+    async def begin(self, request: wire.CreateModel | wire.LoadWeights) -> Found:
         """Begin a training run of a session: a new one, or one of the shape and the weights of what was saved."""
-        session, number = request.session_id, request.model_seq_id
-        if session is None or number is None:
+        if request.session_id is None or request.model_seq_id is None:
             raise ConfigError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-        name = f"{session}:train:{number}"
-        return self.requests_of(name).open_queue(name, lambda: self._make(name, request))
+        session = self.session(request.session_id)
+        name = f"{session.name}:train:{request.model_seq_id}"
+        return {"request_id": session.open_queue(name, lambda: self._make(session, name, request))}
 
-    async def _make(self, name: str, request: wire.CreateModel | wire.LoadWeights) -> Found:
+    async def _make(self, session: Session, name: str, request: wire.CreateModel | wire.LoadWeights) -> Found:
         if isinstance(request, wire.LoadWeights):
             saved = await self._saved(request.path)
             base, shape = request.base_model or saved.base, saved.shape
@@ -156,41 +133,39 @@ class TinkerService:
             raise ConfigError("lora_config is missing: this server trains adapters (LoRA), not all weights")
         else:
             base, shape = request.base_model, request.lora_config
-            shape = shape.model_copy(update={"seed": randbits(31) if shape.seed is None else shape.seed})
         host = self._host(base)
-        await host.create(name, shape)
-        self.session(owner_of(name)).models[name] = Model(base, host, shape)
+        await host.run(host.create, name, shape)
+        session.models[name] = host
         if isinstance(request, wire.LoadWeights):
             return await self._load(name, request)
         return {"type": "create_model", "model_id": name}
 
-    def model(self, name: str) -> Model:
-        """Raises NotFoundError."""
-        if (found := self.session(owner_of(name)).models.get(name)) is None:
-            raise unknown(f"model {name!r}")
-        return found
+    def model(self, name: str) -> AdapterHost:
+        """What a training run is over. Raises NotFoundError."""
+        return require(self.session(name).models.get(name), f"model {name!r}")
 
     async def forward_backward(self, request: Any) -> Found:
         """A request as `wire.read_request` gives it."""
-        host = self.model(request.model_id).host
+        host = self.model(request.model_id)
         loss = make_loss(request.loss_fn, wire.loss_config(request))
-        data = await asyncio.to_thread(_data, request, host)
-        total, logprobs = await host.gradient(request.model_id, data, loss, backward=not request.forward_only)
+        data = await asyncio.to_thread(wire.read_data, request, host.vocab_size, host.context_length)
+        backward = not request.forward_only
+        total, logprobs = await host.run(host.gradient, request.model_id, data, loss, backward=backward)
         return await asyncio.to_thread(wire.loss_output, logprobs, total)
 
     async def optim_step(self, request: wire.OptimStep) -> Found:
-        metrics = await self.model(request.model_id).host.optim_step(request.model_id, request.adam_params)
-        return {"type": "optim_step", "metrics": metrics}
+        host = self.model(request.model_id)
+        return {"type": "optim_step", "metrics": await host.run(host.optim_step, request.model_id, request.adam_params)}
 
     async def info(self, request: wire.ModelId) -> Found:
-        model = self.model(request.model_id)
+        host = self.model(request.model_id)
         return {
             "type": "get_info",
             "model_id": request.model_id,
-            "model_name": model.base,
-            "model_data": {"model_name": model.base, "tokenizer_id": model.host.config.model},
+            "model_name": host.config.name,
+            "model_data": {"model_name": host.config.name, "tokenizer_id": host.config.model},
             "is_lora": True,
-            "lora_rank": model.shape.rank,
+            "lora_rank": host.trained[request.model_id].shape.rank,
         }
 
     # -- saved weights ---------------------------------------------------------------------------------------------
@@ -204,8 +179,8 @@ class TinkerService:
             path = await self._save(request.model_id, SAMPLER, request.path)
             return {"type": "save_weights_for_sampler", "path": path}
         copy = await self._saved(await self._save(request.model_id, SNAPSHOTS))
-        sampler = Sampler(copy.base, self._host(copy.base), copy)
-        name = self._add_sampler(owner_of(request.model_id), request.sampling_session_seq_id, sampler)
+        sampler = Sampler(self.model(request.model_id), copy)
+        name = self._add_sampler(request.model_id, request.sampling_session_seq_id, sampler)
         return {"type": "save_weights_for_sampler", "sampling_session_id": name}
 
     async def save_external(self, request: wire.SaveExternal) -> Found:
@@ -222,15 +197,15 @@ class TinkerService:
         found = await asyncio.to_thread(lambda: sorted(each for each in directory.rglob("*") if each.is_file()))
         return {name: each for each in found if (name := each.relative_to(directory).as_posix()) != wire.ABOUT}
 
-    async def load_weights(self, request: wire.LoadWeights) -> Found | str:
+    async def load_weights(self, request: wire.LoadWeights) -> Found:
         """Into a training run, else into a new one."""
         if request.model_id is None or request.seq_id is None:
             return await self.begin(request)
         return await self._load(request.model_id, request)
 
     async def _load(self, name: str, request: wire.LoadWeights) -> Found:
-        saved = await self._saved(request.path)
-        await self.model(name).host.load(name, saved.directory, with_optimizer=request.optimizer)
+        saved, host = await self._saved(request.path), self.model(name)
+        await host.run(host.load_trained, name, saved.directory, with_optimizer=request.optimizer)
         return {"type": "load_weights", "path": request.path, "model_id": name}
 
     async def weights_info(self, request: wire.WeightsPath) -> Found:
@@ -239,13 +214,12 @@ class TinkerService:
         return {"base_model": saved.base, "is_lora": True, "lora_rank": saved.shape.rank, **shape}
 
     async def _save(self, model_id: str, kind: str, given: str | None = None, *, overwrite: bool = False) -> str:
-        model, name = self.model(model_id), given or f"save-{token_hex(4)}"
+        host, name = self.model(model_id), given or f"save-{token_hex(4)}"
         path = f"{SCHEME}{quote(model_id, safe=':')}/{kind}/{quote(name, safe='')}"
         directory = self._directory(path)
         if not overwrite and await asyncio.to_thread(directory.exists):
             raise ConfigError(f"{path} exists; choose another name, or save with overwrite=True")
-        saved = wire.Saved(directory=directory, base=model.base, shape=model.shape, saved=time.time())
-        await model.host.save(model_id, saved, with_optimizer=kind == WEIGHTS)
+        await host.run(host.save_trained, model_id, directory, with_optimizer=kind == WEIGHTS)
         return path
 
     def _directory(self, path: str) -> Path:
@@ -268,47 +242,43 @@ class TinkerService:
     # -- sampling --------------------------------------------------------------------------------------------------
 
     async def create_sampler(self, request: wire.CreateSampler) -> Found:
-        self.session(request.session_id)
         base, copy = request.base_model, None
         if request.model_path is not None:
             copy = await self._saved(request.model_path)
             base = copy.base
         if base is None:
             raise ConfigError("name what to sample from: base_model, or model_path of saved weights")
-        sampler = Sampler(base, self._host(base), copy, request.model_path)
+        sampler = Sampler(self._host(base), copy, request.model_path)
         name = self._add_sampler(request.session_id, request.sampling_session_seq_id, sampler)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
+    def _add_sampler(self, owner: str, number: int, sampler: Sampler) -> str:
+        session = self.session(owner)
+        name = f"{session.name}:sample:{number}"
+        session.samplers[name] = sampler
+        return name
+
     def sampler(self, name: str) -> Sampler:
         """Raises NotFoundError."""
-        if (found := self.session(owner_of(name)).samplers.get(name)) is None:
-            raise unknown(f"sampler {name!r}")
-        return found
+        return require(self.session(name).samplers.get(name), f"sampler {name!r}")
 
     def sampler_info(self, name: str) -> Found:
         found = self.sampler(name)
-        return {"sampler_id": name, "base_model": found.base, "model_path": found.path}
+        return {"sampler_id": name, "base_model": found.host.config.name, "model_path": found.path}
 
     async def sample(self, request: wire.SampleRequest) -> Found:
         """The id of the request, and one for each sequence."""
         if (chosen := request.sampling_session_id) is None:
             raise ConfigError("asample needs a sampling_session_id; begin with create_sampling_session")
-        sampler, session = self.sampler(chosen), self.session(owner_of(chosen))
         if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs:
             raise ConfigError("prompt_logprobs_last_n needs prompt_logprobs")
-        host = sampler.host
-        tokens = _checked(request.prompt.tokens, host)
-        room_for_answer(tokens, host.context_length)
-        most = host.config.max_batch_size - host.config.max_batch_size // 4
-        slots = session.slots.setdefault(host, Semaphore(most))
-        name = session.requests.start(lambda: _sample(host, sampler.copy, tokens, request, slots))
-        sequences = [f"{name}:{number}" for number in range(request.num_samples)]
-        return {"request_id": name, "sample_sequence_ids": sequences}
-
-    def _add_sampler(self, owner: str, number: int, sampler: Sampler) -> str:
-        name = f"{owner}:sample:{number}"
-        self.session(owner).samplers[name] = sampler
-        return name
+        if not request.prompt.tokens:
+            raise ConfigError("the prompt has no tokens; give at least one")
+        session, sampler = self.session(chosen), self.sampler(chosen)
+        params = [_params(request, number) for number in range(request.num_samples)]
+        sampler.host.validate(request.prompt.tokens, params[0])
+        name = session.start(lambda: _sample(sampler, session.slots, request, params))
+        return {"request_id": name, "sample_sequence_ids": [f"{name}:{number}" for number in range(len(params))]}
 
     def _host(self, name: str) -> AdapterHost:
         if name not in self.hosts:
@@ -316,47 +286,21 @@ class TinkerService:
         return self.hosts[name]
 
 
-def _data(request: Any, host: AdapterHost) -> list[Datum]:
-    """Raises ConfigError for sequences that the loss or the model cannot use."""
-    found: list[Datum] = []
-    for tokens, inputs in wire.rows_of(request):
-        columns = columns_of(request.loss_fn, len(tokens), inputs)
-        targets = tuple(inputs["target_tokens"].tolist())
-        found.append(Datum(tuple(tokens), targets, columns))
-        _checked([*tokens, *targets], host)
-        if len(tokens) > host.context_length:
-            raise ConfigError(f"a sequence has {len(tokens)} tokens, and the model holds {host.context_length}")
-    if not found:
-        raise ConfigError("there are no sequences to learn from; give at least one")
-    return found
-
-
-def _checked(tokens: Sequence[int], host: AdapterHost) -> Sequence[int]:
-    if not tokens:
-        raise ConfigError("the prompt has no tokens; give at least one")
-    if min(tokens) < 0 or max(tokens) >= host.vocab_size:
-        wrong = next(token for token in tokens if not 0 <= token < host.vocab_size)
-        raise ConfigError(f"token {wrong} is not one of the {host.vocab_size} of the model; use its own tokenizer")
-    return tokens
-
-
 async def _sample(
-    host: AdapterHost, copy: wire.Saved | None, tokens: Sequence[int], request: wire.SampleRequest, slots: Semaphore
+    sampler: Sampler, slots: asyncio.Semaphore, request: wire.SampleRequest, params: Sequence[SamplingParams]
 ) -> Response:
+    host, tokens, prompt = sampler.host, request.prompt.tokens, None
+
     async def sample(each: SamplingParams) -> Sample:
         async with slots:
-            return await host.sample(copy, tokens, each)
+            return await host.sample_copy(sampler.copy, tokens, each)
 
-    params = [_params(request, number) for number in range(request.num_samples)]
-    prompt = None
     if request.prompt_logprobs:
         async with slots:
-            scores = (await host.score(copy, tokens)).tolist() if len(tokens) > 1 else []
-        prompt = [float("nan"), *scores]
-        unwanted = len(prompt) - (request.prompt_logprobs_last_n or len(prompt))
-        prompt[: max(0, unwanted)] = [float("nan")] * max(0, unwanted)
-    samples = await asyncio.gather(*map(sample, params))
-    return wire.sample_output(samples, prompt)
+            scores = await host.score_copy(sampler.copy, tokens) if len(tokens) > 1 else []
+        prompt = np.concatenate([[np.nan], scores])
+        prompt[: -(request.prompt_logprobs_last_n or len(prompt))] = np.nan
+    return wire.sample_output(await asyncio.gather(*map(sample, params)), prompt)
 
 
 def _params(request: wire.SampleRequest, number: int) -> SamplingParams:
@@ -366,7 +310,7 @@ def _params(request: wire.SampleRequest, number: int) -> SamplingParams:
     return SamplingParams(
         temperature=given.temperature,
         top_p=given.top_p,
-        top_k=max(0, given.top_k),
+        top_k=0 if given.top_k == -1 else given.top_k,
         max_tokens=given.max_tokens,
         stop=tuple(each for each in stop if isinstance(each, str)),
         stop_token_ids=tuple(each for each in stop if isinstance(each, int)),

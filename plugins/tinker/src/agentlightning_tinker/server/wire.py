@@ -8,8 +8,8 @@ package; arrays are little-endian.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,16 +22,17 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     StrictInt,
-    ValidationError,
     field_validator,
     model_validator,
 )
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
-from agentlightning.engine.base import Sample, out_of_range
+from agentlightning.engine.base import Sample
 from agentlightning.errors import ConfigError
+from agentlightning.trajectory import FloatArray
 from agentlightning.util.settings import AtLeastOne, ShareBelowOne
+from agentlightning_tinker.losses import columns_of
 
 OLDEST_SDK: Final = "0.30"
 """The oldest version of the `tinker` package whose requests this server reads."""
@@ -96,8 +97,8 @@ class Saved(BaseModel, frozen=True):
         return f"{self.directory}@{self.saved}"
 
 
-class OptimizerKind(WireRequest):
-    type: Literal["adamw"] = "adamw"
+OptimizerKind = Mapping[Literal["type"], Literal["adamw"]]
+"""The optimiser of a model; there is one."""
 
 
 class CreateModel(WireRequest):
@@ -105,7 +106,7 @@ class CreateModel(WireRequest):
     model_seq_id: int
     base_model: str
     lora_config: LoraShape | None = None
-    optimizer_config: OptimizerKind = OptimizerKind()
+    optimizer_config: OptimizerKind | None = None
 
 
 class ModelId(WireRequest):
@@ -117,13 +118,6 @@ class Place(BaseModel):
 
     model_id: str
     seq_id: int
-
-    @classmethod
-    def of(cls, kind: type[WireRequest], body: bytes) -> Place | None:
-        """None: requests of this kind have none, or it does not say which one."""
-        if cls.model_fields.keys() <= kind.model_fields.keys():
-            with suppress(ValidationError):
-                return cls.model_validate_json(body)
 
 
 class AdamParams(WireRequest):
@@ -201,15 +195,6 @@ class SamplingSettings(WireRequest):
     top_k: int = -1
     top_p: float = 1.0
 
-    @model_validator(mode="after")
-    def _check_ranges(self) -> SamplingSettings:
-        for name in ("max_tokens", "seed", "temperature", "top_k", "top_p"):
-            value = getattr(self, name)
-            unset = value is None or (name, value) == ("top_k", -1)
-            if not unset and (remedy := out_of_range(name, value)):
-                raise ValueError(f"{name}={value}; {remedy}")
-        return self
-
 
 class SampleRequest(WireRequest):
     prompt: Prompt
@@ -217,8 +202,6 @@ class SampleRequest(WireRequest):
     num_samples: int = Field(default=1, ge=1, le=1024)
     sampling_session_id: str | None = None
     seq_id: int | None = None
-    base_model: str | None = None
-    model_path: str | None = None
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: AtLeastOne | None = None
     topk_sample_logprobs: NonNegativeInt = 0
@@ -239,8 +222,17 @@ proto: Final[Any] = tinker_public_pb2
 _DTYPES: Final = {proto.DTYPE_FLOAT32: "<f4", proto.DTYPE_INT64: "<i8", proto.DTYPE_INT32: "<i4"}
 NO_TOKEN: Final = (0, -99999.0)
 """What the package reads as none, where fewer tokens can be sampled than were asked for."""
-Row = tuple[list[int], Mapping[str, Any]]
-"""A sequence: its tokens, and its inputs of the loss by name, as NumPy arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """A row of tokens, and for each position what is predicted there and what the loss needs of it [T]."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    """The token to predict after each of `inputs`."""
+    columns: Mapping[str, FloatArray]
+    """By the names that losses have for them; every datum of a loss has the same."""
 
 
 def read_request(body: bytes) -> Any:
@@ -257,13 +249,25 @@ def loss_config(request: Any) -> dict[str, float | str]:
     return {**request.loss_fn_config, **newer}
 
 
-def rows_of(request: Any) -> Iterator[Row]:
-    """The sequences. Raises ConfigError for images, audio, and arrays that are no numbers of tokens."""
+def read_data(request: Any, vocab_size: int, context_length: int) -> list[Datum]:
+    """The sequences. Raises ConfigError for images, audio, arrays that are no numbers of tokens, inputs that the loss
+    cannot use, tokens that a model of this size cannot have, and none."""
+    found: list[Datum] = []
     for datum in request.data:
         if not all(chunk.HasField("encoded_text") for chunk in datum.model_input):
             raise ConfigError("a sequence has an image or audio; this server trains text models, so send tokens only")
-        tokens = np.frombuffer(b"".join(chunk.encoded_text.tokens for chunk in datum.model_input), "<i4")
-        yield tokens.tolist(), {name: _array(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
+        tokens = np.frombuffer(b"".join(chunk.encoded_text.tokens for chunk in datum.model_input), "<i4").tolist()
+        inputs = {name: _array(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
+        columns = columns_of(request.loss_fn, len(tokens), inputs)
+        targets = inputs["target_tokens"].tolist()
+        if wrong := [token for token in (*tokens, *targets) if not 0 <= token < vocab_size]:
+            raise ConfigError(f"token {wrong[0]} is not one of the {vocab_size} of the model; use its own tokenizer")
+        if len(tokens) > context_length:
+            raise ConfigError(f"a sequence has {len(tokens)} tokens, and the model holds {context_length}")
+        found.append(Datum(tuple(tokens), tuple(targets), columns))
+    if not found:
+        raise ConfigError("there are no sequences to learn from; give at least one")
+    return found
 
 
 def _array(name: str, tensor: Any) -> Any:
@@ -290,7 +294,7 @@ def loss_output(logprobs: Sequence[Any], loss: float) -> Response:
     return _response(proto.ForwardBackwardOutput(loss_fn_output_type=kind, loss_fn_outputs=[record], metrics=metrics))
 
 
-def sample_output(samples: Sequence[Sample], prompt_logprobs: Sequence[float] | None) -> Response:
+def sample_output(samples: Sequence[Sample], prompt_logprobs: FloatArray | None) -> Response:
     """The result of `asample`. `prompt_logprobs`: of each token of the prompt, NaN where it has none."""
     prompt = None if prompt_logprobs is None else np.asarray(prompt_logprobs, "<f4").tobytes()
     return _response(proto.SampleResponse(sequences=map(_sequence, samples), prompt_logprobs=prompt))

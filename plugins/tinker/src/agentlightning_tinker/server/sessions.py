@@ -1,4 +1,4 @@
-"""Requests whose results are fetched later: what runs, in which order, and the results until they are fetched.
+"""What a client has begun: its training runs and samplers, and requests whose results are fetched later.
 
 Requests of one model run one after the other in the order of their sequence numbers, in whichever order they arrive. A
 request that is sent again, because its answer was lost, is the same request.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, defaultdict
+import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 import orjson
 from starlette.responses import Response
 
 from agentlightning.errors import AgentLightningError, ConfigError, ContextLengthError, NotFoundError
+from agentlightning_tinker.server.host import AdapterHost
+from agentlightning_tinker.server.wire import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,7 @@ FETCHED_BYTES: Final = 16 << 20
 Found = Mapping[str, Any] | Response
 """What a request gives: an object as JSON, or a response as it is."""
 Work = Callable[[], Awaitable[Found]]
+T = TypeVar("T")
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -38,74 +42,78 @@ def failure(error: BaseException) -> Response:
     return json_response({"error": str(error), "category": "user" if users else "server"})
 
 
-def owner_of(name: str) -> str:
-    """The session of a model, a sampler or a request, with which its name begins."""
-    return name.partition(":")[0]
+def require(found: T | None, what: str) -> T:
+    """A session, or something of one. Raises NotFoundError where it is not there."""
+    if found is None:
+        raise NotFoundError(
+            f"{what} is unknown here: its session has ended, or the server was started again; begin from a saved state"
+        )
+    return found
 
 
-def unknown(what: str) -> NotFoundError:
-    """The error that a session, or something of one, is not there."""
-    return NotFoundError(
-        f"{what} is unknown here: its session has ended, or the server was started again; begin from a saved state"
-    )
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    host: AdapterHost
+    copy: Saved | None = None
+    """None: the model below the adapters."""
+    path: str | None = None
 
 
-@dataclass(slots=True)
-class _Turns:
-    """Of the requests of one model."""
+class Session:
+    """With its name begin those of its training runs, samplers and requests, before a colon. The id of a request that
+    has a turn is MODEL:NUMBER."""
 
-    passed: int = -1
-    """The number of the last one that has run."""
-    ended: defaultdict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
-    """By number: set when that has run, and the next one may."""
-
-
-class Requests:
-    """The requests of a session that have not been forgotten. The id of one that has a turn is MODEL:NUMBER."""
-
-    def __init__(self, session: str) -> None:
-        self._session = session
+    def __init__(self, name: str, slots: int = 1) -> None:
+        self.name, self.heard = name, time.monotonic()
+        self.slots = asyncio.Semaphore(slots)
+        """For answers at the same time."""
+        self.models: dict[str, AdapterHost] = {}
+        """By training run, what it is over."""
+        self.samplers: dict[str, Sampler] = {}
         self._tasks: dict[str, asyncio.Task[Response]] = {}
-        self._turns: dict[str, _Turns] = {}
-        """By model."""
+        """The requests that have not been forgotten."""
+        self._passed: dict[str, int] = {}
+        """By training run, the number of its last request that has run."""
+        self._turn = asyncio.Condition()
+        """Notified when one has run."""
         self._fetched: OrderedDict[str, int] = OrderedDict()
 
-    def start(self, work: Work) -> str:
+    def start(self, work: Work, name: str | None = None) -> str:
         """Run at once. Returns the id of the request."""
-        return self._start(f"{self._session}:{uuid4().hex}", work)
+        name = name or f"{self.name}:{uuid4().hex}"
+        self._tasks[name] = asyncio.create_task(_run(work))
+        return name
 
     def open_queue(self, model: str, first: Work) -> str:
         """Run the request that makes a model; later ones of it begin with number 1."""
-        self._turns.setdefault(model, _Turns())
+        self._passed.setdefault(model, -1)
         return self.enqueue(model, 0, first)
 
     def enqueue(self, model: str, number: int, work: Work) -> str:
         """Run when all requests of the model with smaller numbers have. Raises NotFoundError for an unknown model,
         and ConfigError for a number that has passed and whose result is forgotten."""
-        if (turns := self._turns.get(model)) is None:
-            raise unknown(f"model {model!r}")
+        passed = require(self._passed.get(model), f"model {model!r}")
         if (name := f"{model}:{number}") in self._tasks:
             return name
-        if number <= turns.passed:
+        if number <= passed:
             raise ConfigError(f"request {number} of model {model} has run, and its result is no longer kept")
 
         async def in_turn() -> Found:
-            if number:
-                await turns.ended[number - 1].wait()
+            async with self._turn:
+                await self._turn.wait_for(lambda: self._passed[model] == number - 1)
             try:
                 return await work()
             finally:
-                turns.passed = number
-                turns.ended.pop(number - 1, None)
-                turns.ended[number].set()
+                self._passed[model] = number
+                async with self._turn:
+                    self._turn.notify_all()
 
-        return self._start(name, in_turn)
+        return self.start(in_turn, name)
 
     async def fetch(self, name: str, seconds: float) -> Response | None:
         """The result of a request; None if it is not there in so many seconds. Raises NotFoundError for an unknown
         one."""
-        if (task := self._tasks.get(name)) is None:
-            raise unknown(f"request {name}")
+        task = require(self._tasks.get(name), f"request {name}")
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
             return None
         result = failure(ConfigError("the request was cancelled")) if task.cancelled() else task.result()
@@ -118,7 +126,7 @@ class Requests:
 
     def cancel(self, name: str) -> None:
         """Stop a request that has no turn; others run on."""
-        if name in self._tasks and name.rpartition(":")[0] not in self._turns:
+        if name in self._tasks and name.rpartition(":")[0] not in self._passed:
             self._tasks[name].cancel()
 
     async def close(self) -> None:
@@ -126,10 +134,6 @@ class Requests:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def _start(self, name: str, work: Work) -> str:
-        self._tasks[name] = asyncio.create_task(_run(work))
-        return name
 
 
 async def _run(work: Work) -> Response:
