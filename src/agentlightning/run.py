@@ -25,7 +25,7 @@ from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.base import Algorithm, class_name, make_algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.sequential import SequentialConfig
-from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
+from agentlightning.assemble import NO_LIMITS, TokenLimits
 from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.compat.runner import Hook, with_hooks
 from agentlightning.config import CALLBACKS, TrainConfig
@@ -161,7 +161,7 @@ class Run(Struct):
                         self.config, source = await open_recorded(*given)
                         write_tasks(run_dir, tasks)
                         self._write_config(run_dir)
-                        algorithm = source.plan.algorithm
+                        algorithm = source.algorithm
                     wiring = self._wiring(algorithm, run_dir, state, tasks, source)
                     runner, run = await stack.enter_async_context(wiring.open())
                     run_dir.write_state(state)

@@ -13,11 +13,8 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from agentlightning.assemble import OTHER_MODELS, UNTRAINABLE_CALLS
-from agentlightning.credit import is_target
-from agentlightning.credit.agent_rewards import names_of
-from agentlightning.credit.assignment import unrewarded
+from agentlightning.credit import OWN, is_target, names_of, unrewarded
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
-from agentlightning.credit.training_samples import OWN
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import BASE, AgentSetting, Lora, adapters_of
 from agentlightning.trajectory import RewardWeights, Trajectory, Transition

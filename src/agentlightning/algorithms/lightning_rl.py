@@ -61,13 +61,14 @@ from agentlightning.credit import (
     AgentRewards,
     Aggregate,
     Assignment,
+    EqualGroups,
     Normalization,
-    canonical_credit,
     group_trajectories,
     is_target,
+    read_normalization,
     rejections,
 )
-from agentlightning.credit.assignment import EqualGroups, read_normalization
+from agentlightning.credit.base import canonical_credit
 from agentlightning.credit.rejection import Rejection
 from agentlightning.credit.rules import ANSWER_LOGPROBS
 from agentlightning.errors import ConfigError

@@ -31,8 +31,7 @@ from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message, read_tools
-from agentlightning.credit import group_trajectories, is_target
-from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit import group_trajectories, is_target, team_score
 from agentlightning.credit.rejection import NO_TARGET_CALLS, Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions

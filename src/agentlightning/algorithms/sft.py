@@ -32,7 +32,7 @@ from agentlightning.algorithms.recorded.sessions import Demonstrations, Tokenize
 from agentlightning.algorithms.step import learner_of, reward_metrics
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
-from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Metrics, Policy, UpdateOptions
 from agentlightning.policy.config import Lora, OptimizerConfig

@@ -21,21 +21,20 @@ from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import OVERRIDDEN_CALLS, TURN_LIMIT_REACHED, shared_calls, token_tree
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.credit import (
+    RETURNS,
     Aggregate,
     Assignment,
-    CreditContext,
-    CreditMemory,
     CreditReport,
     CreditRule,
+    Trains,
     group_trajectories,
     is_target,
+    team_score,
     training_samples,
 )
-from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.base import CallColumns, answering, by_call, by_node, memory_key
+from agentlightning.credit.base import CallColumns, CreditContext, CreditMemory, answering, by_call, by_node, memory_key
 from agentlightning.credit.rejection import Check
-from agentlightning.credit.rules import ANSWER_LOGPROBS, InformationGainCredit
-from agentlightning.credit.training_samples import RETURNS, VALUES, Trains
+from agentlightning.credit.rules import ANSWER_LOGPROBS, VALUES, InformationGainCredit
 from agentlightning.errors import ConfigError, PolicyError, ResumeError
 from agentlightning.policy.base import ScoreColumn
 from agentlightning.policy.learner import Learner

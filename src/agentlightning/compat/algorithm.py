@@ -12,7 +12,7 @@ from typing import Any, Final
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages
-from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.store.base import LightningStoreBase
 

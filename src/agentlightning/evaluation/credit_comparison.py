@@ -28,9 +28,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agentlightning.assemble import scalar_reward
-from agentlightning.credit import CreditRule, credit_rule, is_target
-from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.base import CreditContext
+from agentlightning.credit import CreditRule, is_target, team_score
+from agentlightning.credit.base import CreditContext, credit_rule
 from agentlightning.credit.rejection import Rejection, count_reasons, rejection
 from agentlightning.errors import AgentLightningError, DatasetError, MissingRewardError, RewardError
 from agentlightning.trajectory import RewardWeights, Trajectory, Transition

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from agentlightning import span as names
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import RolloutReport
-from agentlightning.assemble.model_calls import calls, has_failed, has_tokens, is_call, model_of
-from agentlightning.assemble.trajectories import steps
+from agentlightning.assemble import calls, has_failed, has_tokens, is_call, model_of, steps
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError

@@ -39,8 +39,7 @@ from msgspec import Struct
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import scalar_reward
 from agentlightning.config import GateConfig, RewardGuard
-from agentlightning.credit import group_trajectories
-from agentlightning.credit.agent_rewards import team_reward
+from agentlightning.credit import group_trajectories, team_reward
 from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
 from agentlightning.errors import ConfigError, ConflictError, RewardError, TrainingStopped
 from agentlightning.evaluation.intervals import Gain, paired_gain

@@ -25,8 +25,7 @@ from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import chat_messages, read_conversation
 from agentlightning.chat.reasoning import find_reasoning_markers, split_thought
 from agentlightning.chat.tool_calls.format import Tools
-from agentlightning.credit import is_target
-from agentlightning.credit.agent_rewards import names_of, team_score
+from agentlightning.credit import is_target, names_of, team_score
 from agentlightning.credit.rejection import (
     MISSING_REWARD,
     NO_TARGET_CALLS,

@@ -19,8 +19,7 @@ import orjson
 from msgspec import structs
 
 from agentlightning import span as names
-from agentlightning.assemble import calls, link_rewards, scalar_reward, steps
-from agentlightning.assemble.model_calls import has_failed, is_call
+from agentlightning.assemble import calls, has_failed, is_call, link_rewards, scalar_reward, steps
 from agentlightning.errors import RewardError
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span

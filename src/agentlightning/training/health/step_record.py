@@ -20,8 +20,7 @@ from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import AUTOMATIC_REWARDS, SEEDED_CALLS
-from agentlightning.credit import group_trajectories
-from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit import group_trajectories, team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.credit.rejection import count_reasons
 from agentlightning.errors import RewardError

@@ -21,10 +21,8 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 from agentlightning import span as names
 from agentlightning.algorithms.recorded.sessions import group_of, succeeded
 from agentlightning.algorithms.training import Collected, RolloutReport
-from agentlightning.assemble import TURN_LIMIT_REACHED, calls, trajectory
-from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
-from agentlightning.credit.agent_rewards import team_reward, team_score
-from agentlightning.credit.assignment import unrewarded
+from agentlightning.assemble import NO_LIMITS, TURN_LIMIT_REACHED, TokenLimits, calls, trajectory
+from agentlightning.credit import team_reward, team_score, unrewarded
 from agentlightning.credit.rejection import (
     FAILED,
     REJECTING,

@@ -30,8 +30,7 @@ from msgspec import Struct, field
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
 from agentlightning.config import Branching, CurriculumConfig
-from agentlightning.credit import group_trajectories
-from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit import group_trajectories, team_score
 from agentlightning.credit.rejection import MISSING_REWARD, Check, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, NotFoundError, RewardError
 from agentlightning.policy.learner import Learner, age, updates_of
