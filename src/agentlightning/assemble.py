@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from agentlightning import span as names
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import MAX_REWARD, Span, counts, usable_reward
-from agentlightning.trajectory import CallId, Node, Reward, RewardWeights, Step, TokenTree, Trajectory, Transition
+from agentlightning.trajectory import CallId, Node, Reward, Step, TokenTree, Trajectory, Transition, add_rewards
 from agentlightning.util.common_prefix import common_prefix_length
 from agentlightning.util.kept_sets import KeptSets
 
@@ -402,40 +402,6 @@ def _finite(value: Any, span: Span) -> float:
 
 def _add(sums: dict[str, Reward], key: str, span: Span, kind: str) -> None:
     sums[key] = add_rewards(sums.get(key), read_reward(span), f"{kind} {key}")
-
-
-def add_rewards(left: Reward | None, right: Reward, of: str) -> Reward:
-    """The sum, of named dimensions name by name. Raises RewardError, which says `of` what, for one of each form."""
-    if left is None:
-        return right
-    if isinstance(left, dict) and isinstance(right, dict):
-        return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in left | right}
-    if isinstance(left, dict) or isinstance(right, dict):
-        raise RewardError(f"{of} has a plain reward and one of named dimensions; give all rewards the same form")
-    return left + right
-
-
-def scalar_reward(reward: Reward | None, weights: RewardWeights = None) -> float | None:
-    """One number: a plain reward as it is, named dimensions as `sum(weights[name] * reward[name])`.
-
-    None where the reward, or a dimension that has a weight, is missing. Raises RewardError for dimensions without a
-    weight.
-    """
-    if reward is None or not isinstance(reward, dict):
-        return reward
-    weights = weights or {}
-    unknown = sorted(set(reward) - set(weights))
-    if unknown:
-        example = ", ".join(f'"{name}": 1.0' for name in sorted(reward))
-        raise RewardError(
-            f"no weight for reward dimensions {unknown} (0.0 leaves one out). Set them in Python with"
-            f" agl.LightningRL(reward_weights={{{example}}}) or agl.evaluate(..., reward_weights={{{example}}}); on the"
-            f" command line with  agl train ... 'algorithm.reward_weights={{{example}}}'  or"
-            f"  agl eval|sft|dpo|export ... --reward-weights '{{{example}}}'"
-        )
-    if set(weights) - set(reward):
-        return None
-    return sum(weights[name] * value for name, value in reward.items())
 
 
 UNTRAINABLE_CALLS = "untrainable_calls"

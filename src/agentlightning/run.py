@@ -418,7 +418,7 @@ class Wiring(Struct):
                 publish = weights(policy, config.policy.weights, run_dir.path / "weights").publish
             learner = Learner(policy, updating, config.policy.token_budget, state.resumes, publish)
         reward = config.curriculum.turns and config.curriculum.turns.reward
-        reader = TrajectoryReader(store, model, limits, weighted_rules(config.air), reward)
+        reader = TrajectoryReader(store, model, limits, weighted_rules(config.air), reward, algorithm.reward_weights)
         share = config.runner.max_failed_share
         collector = RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
         publisher = ResourcePublisher(store, url, policy, asked.resources, config.runner.max_calls)
@@ -486,7 +486,6 @@ class Wiring(Struct):
             config.run.seed,
             config.run.max_staleness,
             algorithm.total_steps,
-            algorithm.reward_weights,
             None if judge is None else load_object(function_spec(judge, "group reward"), "group reward"),
             limit,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ async def test_margins_are_against_the_reference(loss: str, margins: list[float]
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), {"right": float("nan"), "short": 1.0}])
 def test_a_reward_that_is_not_finite_rejects_its_session_alone(reward: Any) -> None:
     weights = {"right": 1.0, "short": 0.0} if isinstance(reward, dict) else None
-    found = unusable([session("wrong", reward, GOOD)], weights, None)
+    found = unusable([replace(session("wrong", reward, GOOD), weights=weights)], None)
     assert [(each.rollout_id, each.reason) for each in found] == [("wrong", "bad_reward")]
     assert "which is not finite" in found[0].message
 

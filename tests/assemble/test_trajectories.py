@@ -18,12 +18,11 @@ from agentlightning.assemble import (
     TokenLimits,
     calls,
     link_rewards,
-    scalar_reward,
     trajectory,
 )
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import Span
-from agentlightning.trajectory import Transition
+from agentlightning.trajectory import Transition, scalar_reward
 from agentlightning.util.kept_sets import KeptSets
 
 

@@ -17,7 +17,7 @@ from agentlightning.credit import OWN, is_target, names_of, unrewarded
 from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import BASE, AgentSetting, Lora, adapters_of
-from agentlightning.trajectory import RewardWeights, Trajectory, Transition
+from agentlightning.trajectory import Trajectory, Transition
 
 
 def _checked_pattern(target: str | None) -> str | None:
@@ -141,9 +141,9 @@ def without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
     return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
 
 
-def unusable(trajectories: Sequence[Trajectory], weights: RewardWeights, target: str | None) -> list[Rejection]:
+def unusable(trajectories: Sequence[Trajectory], target: str | None) -> list[Rejection]:
     """Rejects rollouts without a reward that is a number, or without a call of the agents to train."""
-    found = unrewarded(trajectories, weights, "it has no reward: call agl.emit_reward")
+    found = unrewarded(trajectories, "it has no reward: call agl.emit_reward")
     refused = {each.rollout_id for each in found}
     others = (each for each in trajectories if each.rollout_id not in refused)
     return found + [

@@ -201,7 +201,7 @@ class RolloutsAlgorithm(Algorithm[R]):
             tasks=config.tasks_per_step,
             group_size=config.group_size,
             temperature=config.temperature,
-            check=lambda found: unusable(found, config.reward_weights, target),
+            check=lambda found: unusable(found, target),
         )
 
 

@@ -335,7 +335,7 @@ def shape_rewards(
         cut, reward = truncated_rollouts(trajectories, target), config.truncated_reward
         trajectories = [replace(each, reward=reward) if each.rollout_id in cut else each for each in trajectories]
     if config.overlong is not None:
-        trajectories, metrics = with_overlong_penalty(trajectories, config.overlong, target, config.reward_weights)
+        trajectories, metrics = with_overlong_penalty(trajectories, config.overlong, target)
     return trajectories, metrics
 
 
@@ -360,7 +360,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
             assignment_of(self.config), self.config.aggregate, trains_values=trains_values(self.config.loss)
         )
         replay = self.config.replay
-        self._replay = None if replay is None else ReplayBuffer(replay, self.config.reward_weights)
+        self._replay = None if replay is None else ReplayBuffer(replay)
 
     def with_settings(self, values: Mapping[str, Any], source: str) -> Self:
         found = super().with_settings(values, source)
@@ -399,7 +399,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         samples, report = await self._credit.samples(training, trajectories, trains)
         counts |= filtered | self._roles.counts(collected.trajectories)
         metrics = {
-            **reward_metrics(collected, config.reward_weights),
+            **reward_metrics(collected),
             **counts,
             "rollouts_truncated": float(len(truncated_rollouts(collected.trajectories, target))),
             **shaping,
@@ -410,8 +410,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         average = None
         if "sdpo" in {loss.type for loss in config.losses}:
             feedback = config.feedback or Feedback()
-            weights = config.reward_weights
-            samples, own = await with_feedback(training, samples, learned, feedback, trains, weights)
+            samples, own = await with_feedback(training, samples, learned, feedback, trains)
             metrics, average = metrics | own, feedback.rate if feedback.rate < 1 else None
         if self._learns(samples):
             metrics |= await self._update(training, samples, average)
@@ -428,7 +427,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         if self.config.keep_groups == 1:
             return list(trajectories), {}
         groups = group_trajectories(trajectories)
-        kept = most_uncertain(groups, self.config.keep_groups, self.config.reward_weights)
+        kept = most_uncertain(groups, self.config.keep_groups)
         return [each for group in kept for each in group], {"groups_filtered": float(len(groups) - len(kept))}
 
     async def _update(self, training: Training, samples: Sequence[TrainingSample], average: float | None) -> Metrics:
@@ -444,7 +443,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
     ) -> tuple[Collected, tuple[Trajectory, ...], dict[str, float]]:
         """The rollouts of a step, the earlier ones that join their groups, and what became of groups in which all had
         the same reward."""
-        config, weights, counts = self.config, self.config.reward_weights, Counter[str]()
+        config, counts = self.config, Counter[str]()
 
         check = partial(self.rejections, target_agent=target)
         collect = partial(
@@ -467,7 +466,7 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
         collected = await collect(tasks=config.tasks_per_step)
         replayed, resampled = await replay(collected), 0
         for _ in range(config.dynamic_sampling):
-            missing = config.tasks_per_step - groups_with_spread((*collected.trajectories, *replayed), weights)
+            missing = config.tasks_per_step - groups_with_spread((*collected.trajectories, *replayed))
             if missing <= 0:
                 break
             more = await collect(tasks=missing)
@@ -485,11 +484,9 @@ class LightningRL(RolloutsAlgorithm[LightningRLConfig]):
     ) -> tuple[Sequence[Trajectory], dict[str, float]]:
         """The trajectories with the rewards that they are learned from."""
         trajectories, metrics = shape_rewards(trajectories, self.config, target)
-        coefficient, weights = self.config.kl_in_reward, self.config.reward_weights
-        if coefficient and trajectories:
-            trajectories, own = await with_kl_penalty(
-                training, trajectories, coefficient, self.config.reference, target, weights
-            )
+        if (coefficient := self.config.kl_in_reward) and trajectories:
+            reference = self.config.reference
+            trajectories, own = await with_kl_penalty(training, trajectories, coefficient, reference, target)
             metrics |= own
         return trajectories, metrics
 

@@ -29,7 +29,6 @@ from agentlightning.credit import (
     Trains,
     group_trajectories,
     is_target,
-    team_score,
     training_samples,
 )
 from agentlightning.credit.base import CallColumns, CreditContext, CreditMemory, answering, by_call, by_node, memory_key
@@ -50,15 +49,7 @@ from agentlightning.policy.losses import (
     TokenLoss,
 )
 from agentlightning.policy.mismatch import Mismatch, Proximal, as_tuple, interpolations, is_off
-from agentlightning.trajectory import (
-    CallId,
-    FloatArray,
-    RewardWeights,
-    TokenTree,
-    TrainingSample,
-    Trajectory,
-    Transition,
-)
+from agentlightning.trajectory import CallId, FloatArray, TokenTree, TrainingSample, Trajectory, Transition
 from agentlightning.util.settings import AtLeastOne, PositiveShare, Section
 
 COMPUTED = frozenset({REF_LOGPROBS, TEACHER_LOGPROBS, PROXIMAL_LOGPROBS})
@@ -163,7 +154,6 @@ async def with_feedback(
     trajectories: Sequence[Trajectory],
     setting: Feedback,
     trains: Trains,
-    weights: RewardWeights,
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     """The samples with the log-probabilities of a teacher that was given feedback, and the number of calls that have
     some, and that could not be given theirs. The teacher of a call is that of the weights that it trains; calls that
@@ -172,7 +162,7 @@ async def with_feedback(
     asked: list[tuple[Sequence[Trajectory], str | None, TokenTree]] = []
     counts = {"calls_with_feedback": 0.0, "feedback_left_out": 0.0}
     for group in group_trajectories(trajectories):
-        texts = feedback_of(group, setting, learner.chat, weights)
+        texts = feedback_of(group, setting, learner.chat)
         changed: dict[str | None, list[Transition]] = {}
         for call in (call for each in group for call in each.transitions if call.call_id in texts):
             if (name := trains(call)) is None:
@@ -215,12 +205,9 @@ def reprompted(call: Transition, text: str, chat: ChatFormat, context_length: in
     return replace(call, prompt_token_ids=prompt) if fits else None
 
 
-def feedback_of(
-    group: Sequence[Trajectory], setting: Feedback, chat: ChatFormat, weights: RewardWeights = None
-) -> dict[CallId, str]:
+def feedback_of(group: Sequence[Trajectory], setting: Feedback, chat: ChatFormat) -> dict[CallId, str]:
     """The feedback of each call of a group that has some."""
-    rewards = {each.rollout_id: team_score(each, weights) for each in group}
-    known = {name: reward for name, reward in rewards.items() if reward is not None}
+    known = {each.rollout_id: reward for each in group if (reward := each.score) is not None}
     best = max(
         (each for each in group if each.rollout_id in known), key=lambda each: known[each.rollout_id], default=None
     )
@@ -417,23 +404,20 @@ def without_weight(samples: Sequence[TrainingSample], rollouts: Collection[str])
 # standard deviation of their rewards, and the first share of them is learned from.
 
 
-def most_uncertain(
-    groups: Sequence[list[Trajectory]], share: float, reward_weights: RewardWeights = None
-) -> list[list[Trajectory]]:
+def most_uncertain(groups: Sequence[list[Trajectory]], share: float) -> list[list[Trajectory]]:
     """That share of the groups, rounded up, in their order. Of equal ones the earlier are kept."""
     count = math.ceil(share * len(groups))
     if count >= len(groups):
         return list(groups)
-    scores = [[team_score(each, reward_weights) for each in group] for group in groups]
-    known = [[score for score in own if score is not None] for own in scores]
+    known = [[score for each in group if (score := each.score) is not None] for group in groups]
     spreads = [statistics.pstdev(own) if own else -1.0 for own in known]
     kept = sorted(sorted(range(len(groups)), key=lambda index: -spreads[index])[:count])
     return [groups[index] for index in kept]
 
 
-def groups_with_spread(trajectories: Sequence[Trajectory], weights: RewardWeights) -> int:
+def groups_with_spread(trajectories: Sequence[Trajectory]) -> int:
     """The number of groups in which rewards differ."""
-    rewards = [{team_score(each, weights) for each in group} for group in group_trajectories(trajectories)]
+    rewards = [{each.score for each in group} for group in group_trajectories(trajectories)]
     return sum(len(each - {None}) > 1 for each in rewards)
 
 
@@ -460,15 +444,12 @@ class OverlongPenalty(Section):
 
 
 def with_overlong_penalty(
-    trajectories: Sequence[Trajectory],
-    setting: OverlongPenalty,
-    target_agent: str | None = None,
-    weights: RewardWeights = None,
+    trajectories: Sequence[Trajectory], setting: OverlongPenalty, target_agent: str | None = None
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """The trajectories with the penalty in their rewards, and its mean and the number of rollouts it applies to."""
     calls = [[call for call in each.transitions if is_target(call.agent, target_agent)] for each in trajectories]
     penalties = [setting.of_length(sum(len(call.response_token_ids) for call in own)) for own in calls]
-    return _changed(trajectories, penalties, weights), {
+    return _changed(trajectories, penalties), {
         "overlong_penalty": _mean(penalties),
         "overlong_rollouts": float(sum(penalty < 0 for penalty in penalties)),
     }
@@ -480,7 +461,6 @@ async def with_kl_penalty(
     coefficient: float,
     reference: str | None,
     target_agent: str | None = None,
-    weights: RewardWeights = None,
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """The trajectories with `coefficient` times their divergence from the `reference` taken from their rewards, and the
     mean divergence of a rollout in nats."""
@@ -497,15 +477,14 @@ async def with_kl_penalty(
         for each in trajectories
     ]
     changes = [-coefficient * own for own in divergence]
-    return _changed(trajectories, changes, weights), {"reward_kl": _mean(divergence)}
+    return _changed(trajectories, changes), {"reward_kl": _mean(divergence)}
 
 
-def _changed(trajectories: Sequence[Trajectory], changes: Sequence[float], weights: RewardWeights) -> list[Trajectory]:
+def _changed(trajectories: Sequence[Trajectory], changes: Sequence[float]) -> list[Trajectory]:
     """The trajectories with a number added to each reward that is known."""
-    rewards = [team_score(each, weights) for each in trajectories]
     return [
-        each if reward is None or not change else replace(each, reward=reward + change)
-        for each, reward, change in zip(trajectories, rewards, changes, strict=True)
+        each if (reward := each.score) is None or not change else replace(each, reward=reward + change)
+        for each, change in zip(trajectories, changes, strict=True)
     ]
 
 
@@ -513,10 +492,9 @@ def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / max(1, len(numbers))
 
 
-def reward_metrics(collected: Collected, weights: RewardWeights) -> Mapping[str, float]:
+def reward_metrics(collected: Collected) -> Mapping[str, float]:
     """Mean reward of a batch, without missing rewards, and counts of its calls."""
-    rewards = [team_score(each, weights) for each in collected.trajectories]
-    known = [reward for reward in rewards if reward is not None]
+    known = [reward for each in collected.trajectories if (reward := each.score) is not None]
     calls = sum(len(each.transitions) for each in collected.trajectories)
     return {
         "reward": sum(known) / len(known) if known else float("nan"),
@@ -571,8 +549,6 @@ class ReplayBuffer:
     """The ids of recent successful rollouts by task, the task that succeeded last at the end."""
 
     config: Replay
-    weights: RewardWeights = None
-    """Of the named dimensions of a reward."""
     _ids: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """By task, the oldest first."""
 
@@ -629,7 +605,7 @@ class ReplayBuffer:
         self._forget_oldest()
 
     def _succeeded(self, trajectory: Trajectory) -> bool:
-        reward = team_score(trajectory, self.weights)
+        reward = trajectory.score
         return reward is not None and reward >= self.config.success
 
     def _forget_oldest(self) -> None:

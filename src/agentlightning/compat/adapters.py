@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning import span as names
-from agentlightning.assemble import calls, scalar_reward
+from agentlightning.assemble import calls
 from agentlightning.chat.messages import chat_messages
 from agentlightning.errors import ConfigError
 from agentlightning.span import Span
 from agentlightning.tracing.rewards import get_reward_value
+from agentlightning.trajectory import scalar_reward
 from agentlightning.util.json_values import recorded_objects
 
 GONE: Final = {

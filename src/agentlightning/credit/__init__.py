@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
-from agentlightning.assemble import add_rewards, scalar_reward, shared_calls, token_tree
+from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.credit.base import (
     SMALLEST_SPREAD,
     Credit,
@@ -34,7 +34,17 @@ from agentlightning.credit.base import CreditRule as CreditRule
 from agentlightning.credit.rejection import Rejection, rejection, without_reward
 from agentlightning.credit.rules import VALUES
 from agentlightning.errors import ConfigError, RewardError, UnfaithfulSampleError
-from agentlightning.trajectory import CallId, Reward, RewardWeights, TokenTree, TrainingSample, Trajectory, Transition
+from agentlightning.trajectory import (
+    CallId,
+    Reward,
+    RewardWeights,
+    TokenTree,
+    TrainingSample,
+    Trajectory,
+    Transition,
+    add_rewards,
+    scalar_reward,
+)
 from agentlightning.util.settings import AtLeastOne, Section
 
 # -- rewards of several agents -----------------------------------------------------------------------------------------
@@ -74,24 +84,10 @@ def names_of(agents: Iterable[str | None]) -> str:
     return ", ".join(sorted({"calls without a name" if each is None else repr(each) for each in agents})) or "no calls"
 
 
-def team_reward(trajectory: Trajectory) -> Reward | None:
-    """The reward of the rollout, or those of its agents added up, named dimensions by name. None where all are missing.
-    Raises RewardError where plain and named rewards are mixed."""
-    total = trajectory.reward
-    for reward in trajectory.agent_rewards.values() if total is None else ():
-        total = add_rewards(total, reward, f"rollout {trajectory.rollout_id}")
-    return total
-
-
-def team_score(trajectory: Trajectory, weights: RewardWeights = None) -> float | None:
-    """`team_reward` as one number, its dimensions weighed; None where it is missing. Raises RewardError as both do."""
-    return scalar_reward(team_reward(trajectory), weights)
-
-
 def reward_of(trajectory: Trajectory, agent: str | None, mode: AgentRewards) -> Reward | None:
     """What the calls of an agent are credited with; None: nothing is known."""
     if mode == "shared":
-        return team_reward(trajectory)
+        return trajectory.team_reward
     own = trajectory.agent_rewards.get(agent) if agent is not None else None
     if own is None:
         return trajectory.reward
@@ -449,13 +445,13 @@ class Assignment:
         return reward[view.dimension]
 
 
-def unrewarded(trajectories: Iterable[Trajectory], weights: RewardWeights, message: str) -> list[Rejection]:
+def unrewarded(trajectories: Iterable[Trajectory], message: str) -> list[Rejection]:
     """Rejects rollouts whose reward cannot be made one finite number; for `message` where it is missing."""
     found: list[Rejection] = []
     for each in trajectories:
         try:
             refuse_not_finite(each)
-            reward = team_score(each, weights)
+            reward = each.score
         except RewardError as error:
             found.append(rejection(each.rollout_id, error))
         else:

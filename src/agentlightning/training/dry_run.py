@@ -444,9 +444,7 @@ async def rehearse(run: TrainingRun) -> tuple[DryRunRollout, ...]:
     resources_id = await run.checkpoints.publisher.write(label, {"temperature": temperature})
     tasks = {f"{i}-{j}": task for i, task in enumerate(run.train_tasks[:TASKS]) for j in range(REPEATS)}
     progress.phase("rollouts", len(tasks))
-    collected, reports = await run_trials(
-        collector, label, tasks, resources_id, run.reward_weights, on_progress=progress.update
-    )
+    collected, reports = await run_trials(collector, label, tasks, resources_id, on_progress=progress.update)
     reasons = {each.rollout_id: each.reason for each in collected.rejected}
     return tuple(
         observe(task, report, reasons.get(report.rollout_id), collector.reader.model)

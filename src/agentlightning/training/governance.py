@@ -37,9 +37,8 @@ import msgspec
 from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected
-from agentlightning.assemble import scalar_reward
 from agentlightning.config import GateConfig, RewardGuard
-from agentlightning.credit import group_trajectories, team_reward
+from agentlightning.credit import group_trajectories
 from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
 from agentlightning.errors import ConfigError, ConflictError, RewardError, TrainingStopped
 from agentlightning.evaluation.intervals import Gain, paired_gain
@@ -63,7 +62,7 @@ from agentlightning.training.health.step_record import (
 )
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, append_lines, check_run, whole_lines
 from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import Trajectory, scalar_reward
 
 if TYPE_CHECKING:
     from agentlightning.training.run import TrainingRun
@@ -185,7 +184,7 @@ def second_reward(run: TrainingRun, name: str | None) -> Scores | None:
                 return None
             async with limit:
                 reward = await apply_reward(store, function, rollout, own.attempt, own.spans)
-            return scalar_reward(reward, run.reward_weights)
+            return scalar_reward(reward, run.algorithm.reward_weights)
 
         rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
         # The boundary of the user's function: what it raises is counted as missing.
@@ -232,7 +231,7 @@ class Guard(RunCallback[GuardState]):
 
     async def on_batch(self, collected: Collected) -> None:
         """Measure a batch. Raises TrainingStopped where it violates a limit and the guard is to stop the run."""
-        rewards = {each.rollout_id: score_of(each, self.run.reward_weights) for each in collected.trajectories}
+        rewards = {each.rollout_id: score_of(each) for each in collected.trajectories}
         known = [reward for reward in rewards.values() if reward is not None]
         guard = self.guard
         low, high = -math.inf if guard.low is None else guard.low, math.inf if guard.high is None else guard.high
@@ -279,12 +278,12 @@ class Guard(RunCallback[GuardState]):
         groups, found = group_trajectories(trajectories), list[Pairs]()
         if self.guard.agree is not None:
             first, second = self.guard.agree
-            given = [reward for each in trajectories if (reward := team_reward(each)) is not None]
+            given = [reward for each in trajectories if (reward := each.team_reward) is not None]
             pairs = [
                 [
                     (reward[first], reward[second])
                     for each in group
-                    if isinstance(reward := team_reward(each), dict) and {first, second} <= reward.keys()
+                    if isinstance(reward := each.team_reward, dict) and {first, second} <= reward.keys()
                 ]
                 for group in groups
             ]

@@ -50,7 +50,7 @@ from agentlightning.algorithms.sequential import Sequential
 from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm, SFTResult
 from agentlightning.algorithms.training import Collected, RolloutRequest
 from agentlightning.config import CurriculumConfig, DataConfig, TrainConfig
-from agentlightning.credit import group_trajectories, is_target, team_score
+from agentlightning.credit import group_trajectories, is_target
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.credit.rejection import Rejection, count_reasons, describe_reasons
 from agentlightning.errors import ConfigError, DatasetError, TrainingStopped
@@ -191,17 +191,18 @@ class RecordedSource(Struct):
         be."""
         found: list[TokenizedSession] = []
         rejected: list[Rejection] = []
+        weights = self.algorithm.reward_weights
         for session in (part for each in sessions for part in divided(each, form, self.tokenizer.target)):
-            made, score = self.tokenizer(session), session.score(self.algorithm.reward_weights)
+            made, score = self.tokenizer(session), session.score(weights)
             if isinstance(made, Rejection) or isinstance(score, Rejection):
                 rejected.append(made if isinstance(made, Rejection) else score)  # pyright: ignore[reportArgumentType]
             elif form == "importance" and not made.logprobs:
                 message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns'
                 rejected.append(Rejection(made.trajectory.rollout_id, NO_LOGPROBS, f"{message} from it"))
-            elif form in ("importance", "recorded"):
-                found.append(made)
             else:
-                found.append(replace(made, trajectory=without_probabilities(made.trajectory)))
+                own = replace(made.trajectory, weights=weights)
+                kept = own if form in ("importance", "recorded") else without_probabilities(own)
+                found.append(replace(made, trajectory=kept))
         return found, rejected
 
     def _in_form(
@@ -286,7 +287,7 @@ class RecordedSource(Struct):
         """The method that the data has what it needs for, and why: of the sessions that were `found`, `known` have
         log-probabilities. Raises DatasetError, saying what is missing."""
         trajectories, weights = [each.trajectory for each in found], self.algorithm.reward_weights
-        groups = [[team_score(each, weights) or 0.0 for each in group] for group in group_trajectories(trajectories)]
+        groups = [[each.score or 0.0 for each in group] for group in group_trajectories(trajectories)]
         singles = [group[0] for group in groups if len(group) == 1]
         varied = self.settings.follow
         varied = varied or any(spread(group) > SMALLEST_SPREAD for group in (*groups, singles) if group)

@@ -483,7 +483,7 @@ async def test_a_resumed_run_does_not_count_what_had_finished_in_its_speed(
     after = before.killed(step=0, version=0)
     again = await asyncio.wait_for(after.source.next(REQUEST), 10)
     assert again.sampled_before == again.sampled_tokens == first.sampled_tokens
-    line = step_line(after.state, again, {}, None)
+    line = step_line(after.state, again, {})
     assert (line["sampled_tokens"], line["tokens_per_second"]) == (first.sampled_tokens, 0.0)
 
 

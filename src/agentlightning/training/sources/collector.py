@@ -22,7 +22,7 @@ from agentlightning import span as names
 from agentlightning.algorithms.recorded.sessions import group_of, succeeded
 from agentlightning.algorithms.training import Collected, RolloutReport
 from agentlightning.assemble import NO_LIMITS, TURN_LIMIT_REACHED, TokenLimits, calls, trajectory
-from agentlightning.credit import team_reward, team_score, unrewarded
+from agentlightning.credit import unrewarded
 from agentlightning.credit.rejection import (
     FAILED,
     REJECTING,
@@ -95,6 +95,8 @@ class TrajectoryReader:
     """Rules whose rewards are added to the attempts that are read, and recorded in the store. None: no rules."""
     turn_limit_reward: float | None = None
     """The reward of rollouts that ended at their limit of turns without one of their own."""
+    weights: RewardWeights = None
+    """Of the named dimensions of rewards."""
 
     async def read(
         self, plans: Sequence[RolloutPlan], check: Check | None = None, rewards: Mapping[str, float] = NO_REWARDS
@@ -129,7 +131,7 @@ class TrajectoryReader:
                 continue
             ended_early = read.reward is None and TURN_LIMIT_REACHED in read.metadata
             reward = rewards.get(key, self.turn_limit_reward if ended_early else read.reward)
-            assembled.append(replace(read, reward=reward, task=plan.task))
+            assembled.append(replace(read, reward=reward, task=plan.task, weights=self.weights))
         return assembled, found
 
 
@@ -485,7 +487,6 @@ async def evaluate_tasks(
     mode: RolloutMode = "val",
     repeats: int = 1,
     rollout_ids: Sequence[str] | None = None,
-    reward_weights: RewardWeights,
     strict: bool = True,
     scores: Scores | None = None,
     on_progress: Callable[[int], None] | None,
@@ -510,7 +511,7 @@ async def evaluate_tasks(
         plans,
         resources_id=resources_id,
         mode=mode,
-        check=None if scores is not None else lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
+        check=None if scores is not None else without_any_reward,
         max_failed_share=None if strict else 1.0,
         max_rejected_share=1.0,
         on_progress=on_progress,
@@ -525,7 +526,7 @@ async def evaluate_tasks(
     if scores is not None:
         known = await scores([each.rollout_id for each in collected.trajectories])
     else:
-        known = {each.rollout_id: team_score(each, reward_weights) for each in collected.trajectories}
+        known = {each.rollout_id: each.score for each in collected.trajectories}
     rewards = {each.group: known.get(each.rollout_id) for each in collected.trajectories}
     found = [rewards.get(plan.group) for plan in plans]
     return Evaluation.of_rollouts(
@@ -535,7 +536,9 @@ async def evaluate_tasks(
     )
 
 
-NO_REWARD = f"it has no reward: {WITHOUT_REWARD}"
+def without_any_reward(trajectories: Sequence[Trajectory]) -> list[Rejection]:
+    """Rejects what cannot be measured."""
+    return unrewarded(trajectories, f"it has no reward: {WITHOUT_REWARD}")
 
 
 # -- trials ----------------------------------------------------------------------------------------------------------
@@ -548,22 +551,17 @@ async def run_trials(
     label: str,
     tasks: Mapping[str, Any],
     resources_id: str,
-    reward_weights: RewardWeights,
     metadata: Mapping[str, Any] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Collected, list[RolloutReport]]:
     """One rollout of each task; ids begin with `label` and the key of the task. However many fail, the rest counts."""
     plans = [RolloutPlan(f"{label}-{name}", task, name, metadata or {}) for name, task in tasks.items()]
     collected = await collector.collect(
-        plans,
-        resources_id=resources_id,
-        check=lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
-        max_failed_share=1.0,
-        on_progress=on_progress,
+        plans, resources_id=resources_id, check=without_any_reward, max_failed_share=1.0, on_progress=on_progress
     )
     outcomes: dict[str, dict[str, Any]] = {each.rollout_id: {"failure": each.message} for each in collected.rejected}
     for each in collected.trajectories:
-        outcomes[each.rollout_id] = {"score": team_score(each, reward_weights), "reward": team_reward(each)}
+        outcomes[each.rollout_id] = {"score": each.score, "reward": each.team_reward}
     ids = [*outcomes, *(each.rollout_id for each in collected.failed)]
     reports: dict[str, RolloutReport] = {}
     for rollout_id, found in (await read_recordings(collector.store, ids)).items():

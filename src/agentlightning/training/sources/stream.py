@@ -30,7 +30,7 @@ from msgspec import Struct, field
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
 from agentlightning.config import Branching, CurriculumConfig
-from agentlightning.credit import group_trajectories, team_score
+from agentlightning.credit import group_trajectories
 from agentlightning.credit.rejection import MISSING_REWARD, Check, Rejection, rejection
 from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, NotFoundError, RewardError
 from agentlightning.policy.learner import Learner, age, updates_of
@@ -47,7 +47,7 @@ from agentlightning.training.sources.collector import (
     read_recordings,
     transcript_of,
 )
-from agentlightning.trajectory import Reward, RewardWeights, Trajectory, Transition
+from agentlightning.trajectory import Reward, Trajectory, Transition
 from agentlightning.util.event_loop import in_background
 from agentlightning.util.progress import Progress
 
@@ -414,8 +414,6 @@ class RolloutStream(Struct):
     """Updates by which a token may be older than the weights that learn from it."""
     total_steps: int = 1
     """No groups are started for later steps, unless one asks for them."""
-    reward_weights: RewardWeights = None
-    """The weights of the named dimensions of a reward."""
     group_reward: GroupReward | None = None
     """A function of a group, whose rewards replace those of its rollouts."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
@@ -719,7 +717,7 @@ class RolloutStream(Struct):
         if self._order is not None:
             rewards: dict[str, list[float]] = {}
             for trajectory in collected.trajectories:
-                reward = team_score(trajectory, self.reward_weights)
+                reward = trajectory.score
                 if reward is not None and math.isfinite(reward):
                     rewards.setdefault(trajectory.group, []).append(reward)
             for group in chosen:
