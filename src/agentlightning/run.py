@@ -103,7 +103,7 @@ from agentlightning.training.recorded import (
 from agentlightning.training.report.result import TrainingResult, starting_warnings
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
-from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream
 from agentlightning.training.tracking import Curve, TokenRatios, Tracking
 from agentlightning.training.watch import watch_rollouts
 from agentlightning.util.event_loop import in_background
@@ -342,7 +342,6 @@ class Wiring(Struct):
             )
         check_prices(algorithm, config)
         if self.recorded is None:
-            check_staleness(config.run.max_staleness, algorithm.total_steps)
             algorithm.check_staleness(config.run.max_staleness)
         token, secret = credentials(given)
         async with AsyncExitStack() as stack:

@@ -8,7 +8,7 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.algorithms.step import most_uncertain
+from agentlightning.algorithms.lightning_rl import most_uncertain
 from agentlightning.trajectory import Trajectory
 
 GROUPS = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=4), min_size=1, max_size=9)

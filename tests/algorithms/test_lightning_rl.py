@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from agentlightning.algorithms.base import class_name, make_algorithm
+from agentlightning.algorithms.base import class_name, make_algorithm, reward_metrics
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
 from agentlightning.algorithms.sft import SFTConfig
-from agentlightning.algorithms.step import reward_metrics
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import RunConfig
 from agentlightning.credit import training_samples
@@ -247,7 +246,7 @@ async def test_credit_is_assigned_in_a_thread_beside_the_event_loop(monkeypatch)
         threads.append(threading.current_thread())
         return training_samples(*arguments, **options)
 
-    monkeypatch.setattr("agentlightning.algorithms.step.training_samples", recorded)
+    monkeypatch.setattr("agentlightning.algorithms.lightning_rl.training_samples", recorded)
     training = FakeTraining(*GOOD_AND_BAD)
     await LightningRL(steps=1, group_size=2).run(training)
     assert len(training.updates) == 1

@@ -23,15 +23,20 @@ from typing import Any, Literal, NamedTuple, cast
 
 from pydantic import FiniteFloat, field_validator
 
-from agentlightning.algorithms.agents import of_target, unusable
-from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
+from agentlightning.algorithms.base import (
+    RolloutsAlgorithm,
+    RolloutsConfig,
+    learner_of,
+    reward_metrics,
+    scores_of,
+    unusable,
+)
 from agentlightning.algorithms.recorded.sessions import Tokenizer, renamed, without_probabilities
-from agentlightning.algorithms.step import learner_of, reward_metrics, scores_of
 from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message, read_tools
-from agentlightning.credit import group_trajectories, is_target
+from agentlightning.credit import group_trajectories, is_target, of_target
 from agentlightning.credit.rejection import NO_TARGET_CALLS, Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions

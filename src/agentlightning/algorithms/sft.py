@@ -26,12 +26,18 @@ from typing import Any
 from pydantic import FiniteFloat
 from pydantic_core import to_jsonable_python
 
-from agentlightning.algorithms.agents import of_target
-from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig
+from agentlightning.algorithms.base import (
+    Algorithm,
+    AlgorithmConfig,
+    RolloutsAlgorithm,
+    RolloutsConfig,
+    learner_of,
+    reward_metrics,
+)
 from agentlightning.algorithms.recorded.sessions import Demonstrations, Tokenizer, load_demonstrations, to_examples
-from agentlightning.algorithms.step import learner_of, reward_metrics
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
+from agentlightning.credit import of_target
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Metrics, Policy, UpdateOptions
 from agentlightning.policy.config import Lora, OptimizerConfig

@@ -611,6 +611,11 @@ def is_target(agent: str | None, target: str | None) -> bool:
     return target is None or re.fullmatch(target, agent or "") is not None
 
 
+def of_target(trajectory: Trajectory, target: str | None) -> Trajectory:
+    """The trajectory with the calls of the target agent alone."""
+    return replace(trajectory, transitions=tuple(t for t in trajectory.transitions if is_target(t.agent, target)))
+
+
 def _without_reward(trajectory: Trajectory) -> str:
     if trajectory.reward is not None:
         return f"the reward {trajectory.reward!r} lacks a dimension that reward_weights names; give all of them"

@@ -20,8 +20,7 @@ from typing import Any
 import orjson
 from msgspec import Struct, field
 
-from agentlightning.algorithms.agents import without_calls
-from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.base import Algorithm, without_calls
 from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, Stage, Training
 from agentlightning.config import TrainConfig
 from agentlightning.credit.rejection import NO_POLICY_CALLS, Check, count_reasons

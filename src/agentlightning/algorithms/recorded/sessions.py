@@ -19,13 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from agentlightning import span as names
-from agentlightning.algorithms.agents import of_target
 from agentlightning.assemble import AUTOMATIC_REWARDS, calls, link_rewards, trajectory
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import chat_messages, read_conversation
 from agentlightning.chat.reasoning import find_reasoning_markers, split_thought
 from agentlightning.chat.tool_calls.format import Tools
-from agentlightning.credit import is_target, names_of
+from agentlightning.credit import is_target, names_of, of_target
 from agentlightning.credit.rejection import (
     MISSING_REWARD,
     NO_TARGET_CALLS,

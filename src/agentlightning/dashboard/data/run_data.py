@@ -15,9 +15,15 @@ from typing import Any
 import orjson
 
 from agentlightning import span as names
-from agentlightning.algorithms.agents import AgentRoles
-from agentlightning.algorithms.lightning_rl import LightningRLConfig, assignment_of, shape_rewards
-from agentlightning.algorithms.step import most_uncertain, truncated_rollouts, without_weight
+from agentlightning.algorithms.lightning_rl import (
+    AgentRoles,
+    LightningRLConfig,
+    assignment_of,
+    most_uncertain,
+    shape_rewards,
+    truncated_rollouts,
+    without_weight,
+)
 from agentlightning.assemble import is_call
 from agentlightning.config import TrainConfig
 from agentlightning.credit import Assignment, group_trajectories, training_samples

@@ -32,7 +32,7 @@ from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMI
 from agentlightning.config import Branching, CurriculumConfig
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.rejection import MISSING_REWARD, Check, Rejection, rejection
-from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, NotFoundError, RewardError
+from agentlightning.errors import DatasetError, MissingRewardError, NotFoundError, RewardError
 from agentlightning.policy.learner import Learner, age, updates_of
 from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.rollouts import BRANCH, Rollout
@@ -810,12 +810,3 @@ class RolloutStream(Struct):
 
 def _plans_of(groups: Iterable[Group]) -> list[RolloutPlan]:
     return [plan for group in groups for plan in group.plans]
-
-
-def check_staleness(max_staleness: int, total_steps: int) -> None:
-    """Raises ConfigError where rollouts would have to run for more steps than there are."""
-    if max_staleness > total_steps:
-        raise ConfigError(
-            f"run.max_staleness={max_staleness} is more than the {total_steps} steps of the run; use at most"
-            f" {total_steps}, or more steps (algorithm.steps)"
-        )
