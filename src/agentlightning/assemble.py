@@ -17,6 +17,7 @@ from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import MAX_REWARD, Span, counts, usable_reward
 from agentlightning.trajectory import CallId, Node, Reward, Step, TokenTree, Trajectory, Transition, add_rewards
 from agentlightning.util.common_prefix import common_prefix_length
+from agentlightning.util.json_values import dumps, recorded_objects
 from agentlightning.util.kept_sets import KeptSets
 
 # The model calls among an attempt's spans, as transitions: those that count, whose tokens are known and plausible.
@@ -313,8 +314,6 @@ def link_rewards(spans: Iterable[Span]) -> RewardLinks:
     valid = [span for span in valid if not (is_reward(span) and names.REWARD_AGENT in span.attributes)]
     rewards = [span for span in valid if is_reward(span)]
     links: dict[str, Reward] = {}
-    if not rewards:
-        return RewardLinks(final=None, intermediate=links, agents=agents)
     rescored = list(filter(_is_rescored, rewards))
     last = next((span for span in reversed(rewards) if _is_own(span)), None)
     call, unlinked = None, 0
@@ -502,6 +501,48 @@ def _automatic(spans: Iterable[Span]) -> dict[str, float]:
 def _answers(found: str | None, model: str) -> bool:
     """Whether the model that answered a call is `model`, one of its adapters, or not known."""
     return found is None or found == model or found.startswith(f"{model}:")
+
+
+# -- transcripts -------------------------------------------------------------------------------------------------------
+
+# What a rollout said, as text: the messages of its last model call, and its output.
+
+MOST_TEXT = 2000
+"""Characters of a task, a conversation or an output."""
+
+
+def transcript_of(spans: Sequence[Span]) -> tuple[Mapping[str, Any], ...]:
+    """The messages of the last model call and its answer; empty where there is none."""
+    made = calls(spans)
+    recorded = [made[-1].attributes.get(name) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES)] if made else []
+    return tuple(message for each in recorded for message in recorded_objects(each))
+
+
+def text_of(value: Any) -> str:
+    """A task or an output as text."""
+    return (value if isinstance(value, str) else _json(value))[:MOST_TEXT]
+
+
+def _json(value: Any) -> str:
+    return dumps(value, default=repr).decode()
+
+
+def said(message: Mapping[str, Any], between: str = " ") -> str:
+    """What a message says: its texts, tool calls as `name(argument=value)` and their results, other parts as JSON."""
+    return between.join(_said(part) for part in message.get("parts") or () if isinstance(part, Mapping))
+
+
+def _said(part: Mapping[str, Any]) -> str:
+    if part.get("type") == "tool_call":
+        given = part.get("arguments")
+        if isinstance(given, Mapping):
+            given = ", ".join(f"{name}={_json(value)}" for name, value in cast("Mapping[str, Any]", given).items())
+        return f"{part.get('name')}({'' if given is None else text_of(given)})"
+    if part.get("type") == "tool_call_response":
+        return text_of(part.get("response"))
+    if "content" in part:
+        return str(part["content"])
+    return text_of({name: value for name, value in part.items() if name != "type"})
 
 
 # -- token trees -------------------------------------------------------------------------------------------------------

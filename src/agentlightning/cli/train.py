@@ -326,7 +326,7 @@ def dry_run_lines(found: DryRun) -> Iterator[RenderableType]:
 
 def _example_lines(rollouts: tuple[DryRunRollout, ...]) -> Iterator[str]:
     """The best of them, message by message."""
-    from agentlightning.training.sources.collector import said
+    from agentlightning.assemble import said
 
     shown = max(rollouts, key=lambda each: (each.policy_calls > 0, each.reward is not None, each.reward or 0.0))
     reward = "no reward" if shown.reward is None else f"reward {shown.reward:g}"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from agentlightning import span as names
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import RolloutReport
-from agentlightning.assemble import calls, has_failed, has_tokens, is_call, model_of, steps
+from agentlightning.assemble import calls, has_failed, has_tokens, is_call, model_of, steps, transcript_of
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError
@@ -27,7 +27,7 @@ from agentlightning.training.health.step_record import LEAK_SHARE, answers_in_pr
 from agentlightning.training.persistence.checkpoints import has_random_weights
 from agentlightning.training.persistence.run_dir import Tasks
 from agentlightning.training.run import TrainingRun
-from agentlightning.training.sources.collector import run_trials, transcript_of
+from agentlightning.training.sources.collector import run_trials
 from agentlightning.training.tracking import check_installed
 from agentlightning.util.json_values import recorded_objects
 

@@ -275,40 +275,30 @@ class Guard(RunCallback[GuardState]):
 
     async def _pairs(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float | None]) -> list[Pairs]:
         """What is compared: two dimensions of the reward, and the reward with that of another function."""
-        groups, found = group_trajectories(trajectories), list[Pairs]()
+        groups, compared = group_trajectories(trajectories), list[Mapping[str, tuple[float, float]]]()
         if self.guard.agree is not None:
             first, second = self.guard.agree
-            given = [reward for each in trajectories if (reward := each.team_reward) is not None]
-            pairs = [
-                [
-                    (reward[first], reward[second])
-                    for each in group
-                    if isinstance(reward := each.team_reward, dict) and {first, second} <= reward.keys()
-                ]
-                for group in groups
-            ]
-            if given and not any(pairs):
-                dimensions = sorted({name for each in given if isinstance(each, dict) for name in each})
+            given = {each.rollout_id: reward for each in trajectories if (reward := each.team_reward) is not None}
+            named = {key: reward for key, reward in given.items() if isinstance(reward, dict)}
+            both = {key: (each[first], each[second]) for key, each in named.items() if {first, second} <= each.keys()}
+            if given and not both:
+                dimensions = sorted({name for each in named.values() for name in each})
                 self.run.warn(
                     "guard_agree",
                     f"guard.agree compares the dimensions {first!r} and {second!r}, and no reward of the batch has both"
                     f" ({', '.join(dimensions) or 'they are plain numbers'}), so that nothing is compared; give others,"
                     " or leave it out",
                 )
-            found.append(pairs)
+            compared.append(both)
         if self.second:
-            chosen: list[Sequence[Trajectory]] = []
+            chosen: list[str] = []
             for group in groups:
-                if sum(map(len, chosen)) + len(group) <= self.guard.sample:
-                    chosen.append(group)
-            scores = await self.second([each.rollout_id for group in chosen for each in group])
-            found.append(
-                [
-                    [(reward, scores[key]) for key in ids if key in scores and (reward := rewards[key]) is not None]
-                    for ids in ([each.rollout_id for each in group] for group in chosen)
-                ]
-            )
-        return found
+                if len(chosen) + len(group) <= self.guard.sample:
+                    chosen += [each.rollout_id for each in group]
+            scores = await self.second(chosen)
+            compared.append({key: (own, score) for key, score in scores.items() if (own := rewards[key]) is not None})
+        ids = [[each.rollout_id for each in group] for group in groups]
+        return [[[pairs[key] for key in own if key in pairs] for own in ids] for pairs in compared]
 
 
 # -- audit log -------------------------------------------------------------------------------------------------------

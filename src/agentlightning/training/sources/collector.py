@@ -16,9 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar
 
-from agentlightning import span as names
 from agentlightning.algorithms.recorded.sessions import group_of, succeeded
 from agentlightning.algorithms.training import Collected, RolloutReport
 from agentlightning.assemble import NO_LIMITS, TURN_LIMIT_REACHED, TokenLimits, calls, trajectory
@@ -52,7 +51,6 @@ from agentlightning.store.base import ROLLOUTS_PER_READ, LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
 from agentlightning.tracing.rewards import check_reward
 from agentlightning.trajectory import Reward, RewardWeights, Trajectory
-from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- trajectories -----------------------------------------------------------------------------------------------------
 
@@ -147,12 +145,7 @@ async def checked(found: Sequence[Trajectory | Rejection], check: Check | None) 
     )
 
 
-# -- transcripts -----------------------------------------------------------------------------------------------------
-
-# What a rollout said, as text: the messages of its last model call, and its output.
-
-MOST_TEXT = 2000
-"""Characters of a task, a conversation or an output."""
+# -- recordings ------------------------------------------------------------------------------------------------------
 
 
 async def read_recordings(store: LightningStoreBase, rollout_ids: Sequence[str]) -> dict[str, RolloutReport]:
@@ -179,40 +172,6 @@ async def apply_reward(
     invocation = Invocation(attempted, {} if resources is None else resources.resources, task=rollout.input)
     value = await asyncio.to_thread(function.start, invocation, attempt.metadata.get("output"), spans=spans)
     return check_reward(await value if inspect.isawaitable(value) else value, function.source)
-
-
-def transcript_of(spans: Sequence[Span]) -> tuple[Mapping[str, Any], ...]:
-    """The messages of the last model call and its answer; empty where there is none."""
-    made = calls(spans)
-    recorded = [made[-1].attributes.get(name) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES)] if made else []
-    return tuple(message for each in recorded for message in recorded_objects(each))
-
-
-def text_of(value: Any) -> str:
-    """A task or an output as text."""
-    return (value if isinstance(value, str) else _json(value))[:MOST_TEXT]
-
-
-def _json(value: Any) -> str:
-    return dumps(value, default=repr).decode()
-
-
-def said(message: Mapping[str, Any], between: str = " ") -> str:
-    """What a message says: its texts, tool calls as `name(argument=value)` and their results, other parts as JSON."""
-    return between.join(_part(part) for part in message.get("parts") or () if isinstance(part, Mapping))
-
-
-def _part(part: Mapping[str, Any]) -> str:
-    if part.get("type") == "tool_call":
-        given = part.get("arguments")
-        if isinstance(given, Mapping):
-            given = ", ".join(f"{name}={_json(value)}" for name, value in cast("Mapping[str, Any]", given).items())
-        return f"{part.get('name')}({'' if given is None else text_of(given)})"
-    if part.get("type") == "tool_call_response":
-        return text_of(part.get("response"))
-    if "content" in part:
-        return str(part["content"])
-    return text_of({name: value for name, value in part.items() if name != "type"})
 
 
 # -- recorded --------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
-from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
+from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED, transcript_of
 from agentlightning.config import Branching, CurriculumConfig
 from agentlightning.credit import group_trajectories
 from agentlightning.credit.rejection import MISSING_REWARD, Check, Rejection, rejection
@@ -40,13 +40,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import tasks_of_step
 from agentlightning.tracing.rewards import check_reward
 from agentlightning.training.persistence.run_dir import RunState, TaskRecord
-from agentlightning.training.sources.collector import (
-    RolloutCollector,
-    RolloutPlan,
-    checked,
-    read_recordings,
-    transcript_of,
-)
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, checked, read_recordings
 from agentlightning.trajectory import Reward, Trajectory, Transition
 from agentlightning.util.event_loop import in_background
 from agentlightning.util.progress import Progress
