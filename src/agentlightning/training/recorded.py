@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
@@ -153,8 +153,10 @@ class RecordedSource(Struct):
     progress: Progress
     store: LightningStoreBase | None
     seed: int
-    examples: Sequence[TokenizedSession] = ()
-    """What was chosen. Empty for an algorithm that reads its data itself."""
+    _chosen: Sequence[Trajectory] = ()
+    """Empty for an algorithm that reads its data itself."""
+    _calls: Counter[str] = field(default_factory=Counter[str])
+    """Calls of what was chosen, or arrived since, that were `rendered` from text, and `foreign` ones among them."""
     _groups: list[tuple[Trajectory, ...]] = []
     """Of the present epoch."""
     _waiting: list[Trajectory] = []
@@ -178,13 +180,14 @@ class RecordedSource(Struct):
 
     def learn_from(self, examples: Sequence[TokenizedSession]) -> None:
         """Take these as what was chosen."""
-        self.examples, learned = examples, set(self.data.source.get("learned", ()))
-        found = self._trajectories  # Earlier versions have whole sessions among what was learned.
+        found = self._chosen = self._counted(examples)
+        learned = set(self.data.source.get("learned", ()))  # Earlier versions have whole sessions there.
         self._waiting = [each for each in found if learned.isdisjoint((each.rollout_id, _session(each.rollout_id)))]
 
-    @property
-    def _trajectories(self) -> list[Trajectory]:
-        return [each.trajectory for each in self.examples]
+    def _counted(self, examples: Sequence[TokenizedSession]) -> list[Trajectory]:
+        for each in examples:
+            self._calls.update(rendered=each.rendered, foreign=each.foreign)
+        return [each.trajectory for each in examples]
 
     def prepare(self, sessions: Sequence[Session], form: Form) -> tuple[list[TokenizedSession], list[Rejection]]:
         """The sessions that have a reward, or parts of them, in the form that is learned from, and those that cannot
@@ -218,10 +221,10 @@ class RecordedSource(Struct):
             notes.append(f"{several} sessions hold several rewards; each belongs to the calls since the one before it")
         if foreign := sum(each.foreign for each in found):
             notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
-        self._chose(len(found), [*rejected, *refused], notes)
+        self._report(len(found), [*rejected, *refused], notes)
         return found
 
-    def _chose(self, number: int, rejected: Iterable[Rejection], notes: Sequence[str]) -> None:
+    def _report(self, number: int, rejected: Iterable[Rejection], notes: Sequence[str]) -> None:
         self.data.sessions = number
         self.reject(rejected)
         for note in (*notes, *describe_notes(self.tokenizer.counts)):
@@ -259,7 +262,7 @@ class RecordedSource(Struct):
                     f" {rejected[0].message}"
                 )
             pairs = len(found) // 2
-            self._chose(pairs, rejected, [f"{algorithm.name}: {pairs} preference pairs"])
+            self._report(pairs, rejected, [f"{algorithm.name}: {pairs} preference pairs"])
             made = [TokenizedSession(each) for each in found]
         algorithm.check_data([each.trajectory for each in made], algorithm.config.target_agent)
         return made
@@ -332,6 +335,8 @@ class RecordedSource(Struct):
         batch = await self._arrived(request) if self.settings.follow else self._of_epoch(request)
         usable, rejected = await checked(batch, request.check)
         self.reject(rejected)
+        if self.settings.follow:
+            self.data.sessions = len(set(self.data.source["learned"]) - self.data.rejected.keys())
         return Collected(usable, rejected=rejected, seconds=time.monotonic() - started)
 
     async def recall(self, *_: object) -> tuple[Trajectory, ...]:
@@ -346,7 +351,7 @@ class RecordedSource(Struct):
             epoch += not left
             rng = random.Random(f"{self.seed}/{epoch - 1}")
             pools_singles = not isinstance(self.algorithm, DPO | RejectionSampling)
-            self._groups = chunks(self._trajectories, request.group_size, rng, pools_singles=pools_singles)
+            self._groups = chunks(self._chosen, request.group_size, rng, pools_singles=pools_singles)
             rng.shuffle(self._groups)
         following = self._groups[-left:]
         chosen = following[: request.tasks]
@@ -379,7 +384,7 @@ class RecordedSource(Struct):
         found = await read_sessions(self.store, known=read)
         usable, rejected = await asyncio.to_thread(self.prepare, found.usable, self.data.method)
         self.reject([*found.rejected, *rejected])
-        self._waiting += [each.trajectory for each in usable]
+        self._waiting += self._counted(usable)
         return bool(usable)
 
     def say(self, text: str) -> None:
@@ -414,8 +419,8 @@ class RecordedSource(Struct):
             method=self.data.method,
             sessions=self.data.sessions,
             left_out=dict(Counter(self.data.rejected.values()).most_common()) | self.data.left_out,
-            rendered_calls=sum(each.rendered for each in self.examples),
-            foreign_calls=sum(each.foreign for each in self.examples),
+            rendered_calls=self._calls["rendered"],
+            foreign_calls=self._calls["foreign"],
             metrics={name: value for name, value in (lines[-1] if lines else {}).items() if value is not None},
             counts=dict(counts),
             notes=tuple(self.data.notes),

@@ -78,5 +78,6 @@ async def test_what_is_left_of_a_session_when_a_run_that_follows_is_killed_is_le
         return [each.rollout_id for each in (await source.next(RolloutRequest([Want()]))).trajectories]
 
     assert [await learned(), await learned()] == [["s part 1"], ["s part 2"]]
+    assert data.sessions == 2, "what was learned from, and not what was there at first"
     with pytest.raises(NothingArrived):
         await learned()
