@@ -203,7 +203,7 @@ def without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
         reason = UNKNOWN_TOKENS
         message = (
             f"none of the {unknown + others} model calls of these rollouts can be learned from: {others} were answered"
-            f" by other models than the policy, and of {unknown} the tokens are not known. LightningRL learns from the"
+            f" by other models than the policy, and of {unknown} the tokens are not known. What is learned from are the"
             " tokens of the policy: have the agent ask for the policy's name, or change the route that leads its model"
             " elsewhere ([gateway] routes); text alone is enough for SFT"
         )
