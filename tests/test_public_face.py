@@ -76,7 +76,7 @@ def classes_in(hint: Any) -> Iterator[type]:
 
 
 def test_every_type_named_in_a_public_signature_is_public() -> None:
-    from agentlightning.algorithms.step import Feedback, OverlongPenalty, Replay
+    from agentlightning.algorithms.lightning_rl import Feedback, OverlongPenalty, Replay
     from agentlightning.credit import ConstantNormalizer, Normalization
     from agentlightning.policy.config import Objective
     from agentlightning.policy.losses import LOSSES, TokenLoss

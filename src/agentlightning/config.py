@@ -26,11 +26,10 @@ from agentlightning.algorithms.apo.config import (
     SearchBudget,
 )
 from agentlightning.algorithms.base import ALGORITHMS, AlgorithmConfig
-from agentlightning.algorithms.lightning_rl import LightningRLConfig
+from agentlightning.algorithms.lightning_rl import LightningRLConfig, check_value_head
 from agentlightning.algorithms.preference import DPOConfig
 from agentlightning.algorithms.sequential import SequentialConfig
 from agentlightning.algorithms.sft import RejectionSamplingConfig, SFTConfig
-from agentlightning.algorithms.step import check_value_head
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.config import GatewayConfig
 from agentlightning.policy.config import Lora, OptimizerConfig, PolicyConfig, TinkerConfig, WeightsConfig, check_fed
@@ -529,7 +528,7 @@ class TrainConfig(Section):
                 tasks, parts = stage.tasks_per_step, stage.minibatches
                 settings = f"tasks_per_step={tasks}, one tree for each, in minibatches={parts}"
                 check_fed(self.policy.processes, max(1, tasks // parts), settings)
-                check_value_head(stage.loss, self.policy.value_head)
+                check_value_head(stage.losses, self.policy.value_head)
                 if self.curriculum.branching is not None:
                     self.curriculum.branching.check_group_size(stage.group_size)
 

@@ -197,7 +197,7 @@ async def _evaluate(
         stack.push_async_callback(runner.stop)
         progress.phase("evaluating", len(tasks) * repeats)
         collector = RolloutCollector(
-            TrajectoryReader(store),
+            TrajectoryReader(store, weights=reward_weights),
             rollout_config(config),
             queue=queue,
             max_failed_share=config.max_failed_share,
@@ -210,7 +210,6 @@ async def _evaluate(
             resources_id=resources_id,
             repeats=repeats,
             rollout_ids=ids,
-            reward_weights=reward_weights,
             on_progress=progress.update,
             on_collected=lambda collected: _note_first(collector, collected, progress),
         )

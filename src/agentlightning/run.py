@@ -25,7 +25,7 @@ from agentlightning.algorithms.apo.config import APOConfig
 from agentlightning.algorithms.base import Algorithm, class_name, make_algorithm
 from agentlightning.algorithms.lightning_rl import LightningRLConfig
 from agentlightning.algorithms.sequential import SequentialConfig
-from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
+from agentlightning.assemble import NO_LIMITS, TokenLimits
 from agentlightning.attempt_variables import OTLP_ENDPOINTS
 from agentlightning.compat.runner import Hook, with_hooks
 from agentlightning.config import CALLBACKS, TrainConfig
@@ -102,7 +102,7 @@ from agentlightning.training.recorded import (
 from agentlightning.training.report.result import TrainingResult, starting_warnings
 from agentlightning.training.run import TrainingRun
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
-from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream
 from agentlightning.training.tracking import Curve, TokenRatios, Tracking
 from agentlightning.training.watch import watch_rollouts
 from agentlightning.util.event_loop import in_background
@@ -160,7 +160,7 @@ class Run(Struct):
                         self.config, source = await open_recorded(*given)
                         write_tasks(run_dir, tasks)
                         self._write_config(run_dir)
-                        algorithm = source.plan.algorithm
+                        algorithm = source.algorithm
                     wiring = self._wiring(algorithm, run_dir, state, tasks, source)
                     runner, run = await stack.enter_async_context(wiring.open())
                     run_dir.write_state(state)
@@ -341,7 +341,6 @@ class Wiring(Struct):
             )
         check_prices(algorithm, config)
         if self.recorded is None:
-            check_staleness(config.run.max_staleness, algorithm.total_steps)
             algorithm.check_staleness(config.run.max_staleness)
         token, secret = credentials(given)
         async with AsyncExitStack() as stack:
@@ -417,7 +416,7 @@ class Wiring(Struct):
                 publish = weights(policy, config.policy.weights, run_dir.path / "weights").publish
             learner = Learner(policy, updating, config.policy.token_budget, state.resumes, publish)
         reward = config.curriculum.turns and config.curriculum.turns.reward
-        reader = TrajectoryReader(store, model, limits, weighted_rules(config.air), reward)
+        reader = TrajectoryReader(store, model, limits, weighted_rules(config.air), reward, algorithm.reward_weights)
         share = config.runner.max_failed_share
         collector = RolloutCollector(reader, rollout_config(config.runner), queue=queue, max_failed_share=share)
         publisher = ResourcePublisher(store, url, policy, asked.resources, config.runner.max_calls)
@@ -485,7 +484,6 @@ class Wiring(Struct):
             config.run.seed,
             config.run.max_staleness,
             algorithm.total_steps,
-            algorithm.reward_weights,
             None if judge is None else load_object(function_spec(judge, "group reward"), "group reward"),
             limit,
         )

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import orjson
 
-from agentlightning.errors import PolicyError
+from agentlightning.errors import PolicyError, RewardError
 from agentlightning.util.json_values import dumps, recorded_objects
 from agentlightning.util.kept_sets import KeptSets
 
@@ -162,6 +162,57 @@ class Trajectory:
     """The input of the rollout; None if it is not known. Rules that remember tasks find them by it, else by `group`."""
     agent_rewards: Mapping[str, Reward] = field(default_factory=dict[str, "Reward"])
     """By name of an agent, what was emitted for it alone."""
+    weights: RewardWeights = field(default=None, repr=False, compare=False)
+    """Of the named dimensions of its rewards, where it is learned from or measured."""
+
+    @property
+    def team_reward(self) -> Reward | None:
+        """The final reward, or those of its agents added up, named dimensions by name. None where all are missing.
+        Raises RewardError where plain and named rewards are mixed."""
+        total = self.reward
+        for reward in self.agent_rewards.values() if total is None else ():
+            total = add_rewards(total, reward, f"rollout {self.rollout_id}")
+        return total
+
+    @property
+    def score(self) -> float | None:
+        """`team_reward` as one number, its dimensions weighed; None where it is missing. Raises RewardError as that and
+        `scalar_reward` do."""
+        return scalar_reward(self.team_reward, self.weights)
+
+
+def add_rewards(left: Reward | None, right: Reward, of: str) -> Reward:
+    """The sum, of named dimensions name by name. Raises RewardError, which says `of` what, for one of each form."""
+    if left is None:
+        return right
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in left | right}
+    if isinstance(left, dict) or isinstance(right, dict):
+        raise RewardError(f"{of} has a plain reward and one of named dimensions; give all rewards the same form")
+    return left + right
+
+
+def scalar_reward(reward: Reward | None, weights: RewardWeights = None) -> float | None:
+    """One number: a plain reward as it is, named dimensions as `sum(weights[name] * reward[name])`.
+
+    None where the reward, or a dimension that has a weight, is missing. Raises RewardError for dimensions without a
+    weight.
+    """
+    if reward is None or not isinstance(reward, dict):
+        return reward
+    weights = weights or {}
+    unknown = sorted(set(reward) - set(weights))
+    if unknown:
+        example = ", ".join(f'"{name}": 1.0' for name in sorted(reward))
+        raise RewardError(
+            f"no weight for reward dimensions {unknown} (0.0 leaves one out). Set them in Python with"
+            f" agl.LightningRL(reward_weights={{{example}}}) or agl.evaluate(..., reward_weights={{{example}}}); on the"
+            f" command line with  agl train ... 'algorithm.reward_weights={{{example}}}'  or"
+            f"  agl eval|sft|dpo|export ... --reward-weights '{{{example}}}'"
+        )
+    if set(weights) - set(reward):
+        return None
+    return sum(weights[name] * value for name, value in reward.items())
 
 
 def _newest_observation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentlightning.algorithms.agents import AgentRoles
-from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
+from agentlightning.algorithms.lightning_rl import AgentRoles, LightningRL, LightningRLConfig
 from agentlightning.config import TrainConfig
-from agentlightning.credit.training_samples import OWN, training_samples
+from agentlightning.credit import OWN, training_samples
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import Lora
 from agentlightning.trajectory import Trajectory, Transition

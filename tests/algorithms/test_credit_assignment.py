@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
-from agentlightning.algorithms.step import CreditAssigner, check_critic
+from agentlightning.algorithms.lightning_rl import CreditAssigner, LightningRL, LightningRLConfig, check_critic
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import TrainConfig
 from agentlightning.credit import Assignment

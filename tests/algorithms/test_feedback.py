@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from tests.support.models import model_tokenizer
 
-from agentlightning.algorithms.lightning_rl import LightningRL
-from agentlightning.algorithms.step import Feedback, feedback_of, reprompted
+from agentlightning.algorithms.lightning_rl import Feedback, LightningRL, feedback_of, reprompted
 from agentlightning.algorithms.training import Collected
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.errors import ConfigError

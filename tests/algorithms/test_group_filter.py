@@ -8,7 +8,7 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.algorithms.step import most_uncertain
+from agentlightning.algorithms.lightning_rl import most_uncertain
 from agentlightning.trajectory import Trajectory
 
 GROUPS = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=4), min_size=1, max_size=9)
@@ -30,9 +30,15 @@ def test_no_group_that_is_left_out_differs_more_than_one_that_is_kept(rewards: l
 
 
 def test_dimensions_count_by_their_weights() -> None:
-    style = [Trajectory(f"s{i}", "a", (), reward={"right": 1.0, "style": 9.0 * i}, group="style") for i in range(2)]
-    right = [Trajectory(f"r{i}", "a", (), reward={"right": 1.0 * i, "style": 0.0}, group="right") for i in range(2)]
-    assert most_uncertain([style, right], 0.5, {"right": 1.0, "style": 0.0}) == [right]
+    weights = {"right": 1.0, "style": 0.0}
+    style, right = (
+        [Trajectory(f"{name}{i}", "a", (), reward(i), name, weights=weights) for i in range(2)]
+        for name, reward in {
+            "style": lambda i: {"right": 1.0, "style": 9.0 * i},
+            "right": lambda i: {"right": 1.0 * i, "style": 0.0},
+        }.items()
+    )
+    assert most_uncertain([style, right], 0.5) == [right]
 
 
 def test_groups_without_a_reward_go_first() -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from agentlightning.algorithms.base import class_name, make_algorithm
+from agentlightning.algorithms.base import class_name, make_algorithm, reward_metrics
 from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
 from agentlightning.algorithms.sft import SFTConfig
-from agentlightning.algorithms.step import reward_metrics
 from agentlightning.algorithms.training import Collected
 from agentlightning.config import RunConfig
 from agentlightning.credit import training_samples
@@ -160,13 +159,11 @@ async def test_the_agent_to_train_is_checked_while_rollouts_are_collected():
 def test_a_batch_has_its_mean_reward_and_counts_of_calls():
     overridden = replace(rollout("r3", "g", None, calls=4), metadata={"overridden_calls": 3})
     collected = Collected((rollout("r1", "g", 1.0), rollout("r2", "g", 0.0), overridden))
-    assert reward_metrics(collected, None) == {"reward": 0.5, "calls_per_rollout": 2.0, "calls_overridden": 3}
-    assert reward_metrics(Collected((rollout("r1", "g", 0.0),)), None)["calls_per_rollout"] == 1.0
-    assert math.isnan(reward_metrics(Collected(()), None)["reward"])
-    weighed = reward_metrics(
-        Collected((rollout("r1", "g", {"right": 1.0, "short": 1.0}),)), {"right": 2.0, "short": 1.0}
-    )
-    assert weighed["reward"] == 3.0
+    assert reward_metrics(collected) == {"reward": 0.5, "calls_per_rollout": 2.0, "calls_overridden": 3}
+    assert reward_metrics(Collected((rollout("r1", "g", 0.0),)))["calls_per_rollout"] == 1.0
+    assert math.isnan(reward_metrics(Collected(()))["reward"])
+    weighed = replace(rollout("r1", "g", {"right": 1.0, "short": 1.0}), weights={"right": 2.0, "short": 1.0})
+    assert reward_metrics(Collected((weighed,)))["reward"] == 3.0
 
 
 def test_a_rollout_without_calls_beside_others_still_counts_for_the_baseline():
@@ -255,7 +252,7 @@ async def test_credit_is_assigned_in_a_thread_beside_the_event_loop(monkeypatch)
         threads.append(threading.current_thread())
         return training_samples(*arguments, **options)
 
-    monkeypatch.setattr("agentlightning.algorithms.step.training_samples", recorded)
+    monkeypatch.setattr("agentlightning.algorithms.lightning_rl.training_samples", recorded)
     training = FakeTraining(*GOOD_AND_BAD)
     await LightningRL(steps=1, group_size=2).run(training)
     assert len(training.updates) == 1

@@ -12,8 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from agentlightning.algorithms.lightning_rl import PRESETS, LightningRL, LightningRLConfig
-from agentlightning.algorithms.step import OverlongPenalty, with_columns
+from agentlightning.algorithms.lightning_rl import (
+    PRESETS,
+    LightningRL,
+    LightningRLConfig,
+    OverlongPenalty,
+    with_columns,
+)
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import TURN_LIMIT_REACHED, token_tree
 from agentlightning.credit.base import credit_rule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tests.support.models import tiny_model
 
-from agentlightning.algorithms.agents import unusable
+from agentlightning.algorithms.base import unusable
 from agentlightning.algorithms.preference import DPO
 from agentlightning.algorithms.training import Collected
 from agentlightning.policy.base import UpdateOptions
@@ -145,9 +146,18 @@ async def test_margins_are_against_the_reference(loss: str, margins: list[float]
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), {"right": float("nan"), "short": 1.0}])
 def test_a_reward_that_is_not_finite_rejects_its_session_alone(reward: Any) -> None:
     weights = {"right": 1.0, "short": 0.0} if isinstance(reward, dict) else None
-    found = unusable([session("wrong", reward, GOOD)], weights, None)
+    found = unusable([replace(session("wrong", reward, GOOD), weights=weights)], None)
     assert [(each.rollout_id, each.reason) for each in found] == [("wrong", "bad_reward")]
     assert "which is not finite" in found[0].message
+
+
+def test_rollouts_that_never_called_the_policy_are_told_where_calls_have_to_go() -> None:
+    silent = [replace(session("r1", 1.0, GOOD), transitions=()), replace(session("r2", 0.0, GOOD), transitions=())]
+    for found in (unusable(silent, None), unusable(silent, "writer")):
+        assert [each.reason for each in found] == ["no_policy_calls"] * 2
+        assert "OPENAI_BASE_URL" in found[0].message
+    [one] = unusable([silent[0], session("r3", 0.0, GOOD)], None)
+    assert (one.rollout_id, one.message) == ("r1", "no call is of the policy")
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])

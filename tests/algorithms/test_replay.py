@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig
-from agentlightning.algorithms.step import Replay, ReplayBuffer
+from agentlightning.algorithms.lightning_rl import LightningRL, LightningRLConfig, Replay, ReplayBuffer
 from agentlightning.algorithms.training import Collected
 from agentlightning.errors import ConfigError, ResumeError
 from agentlightning.trajectory import Trajectory, Transition

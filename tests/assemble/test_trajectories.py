@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 
 from agentlightning import span as names
-from agentlightning.assemble import VOID_CALLS, VOID_REASON, calls, link_rewards, scalar_reward, trajectory
-from agentlightning.assemble.model_calls import LEAST_LOGPROB, NO_LIMITS, TokenLimits
+from agentlightning.assemble import (
+    LEAST_LOGPROB,
+    NO_LIMITS,
+    VOID_CALLS,
+    VOID_REASON,
+    TokenLimits,
+    calls,
+    link_rewards,
+    trajectory,
+)
 from agentlightning.errors import RewardError, RolloutRejectedError
 from agentlightning.span import Span
-from agentlightning.trajectory import Transition
+from agentlightning.trajectory import Transition, scalar_reward
 from agentlightning.util.kept_sets import KeptSets
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from agentlightning.credit import Assignment, CreditContext, CreditMemory, rejections, training_samples
+from agentlightning.credit import Assignment, rejections, training_samples
+from agentlightning.credit.base import CreditContext, CreditMemory
 from agentlightning.trajectory import Trajectory, Transition
 
 

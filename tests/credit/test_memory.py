@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from agentlightning.credit import CreditMemory
-from agentlightning.credit.base import memory_key
+from agentlightning.credit.base import CreditMemory, memory_key
 from agentlightning.errors import ResumeError
 from agentlightning.trajectory import Trajectory
 

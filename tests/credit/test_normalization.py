@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.credit import Assignment, CreditContext, rejections
+from agentlightning.credit import Assignment, rejections
+from agentlightning.credit.base import CreditContext
 from agentlightning.errors import ConfigError
 from agentlightning.trajectory import Trajectory, Transition
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentlightning.credit import ConstantNormalizer
-from agentlightning.credit.assignment import Totals, normalizer, sample_share, token_share
+from agentlightning.credit import ConstantNormalizer, Totals, normalizer, sample_share, token_share
 from agentlightning.errors import ConfigError
 
 BATCH = Totals(rollouts=4, tokens=100)

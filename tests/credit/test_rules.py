@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.credit import (
-    CreditContext,
-    CreditRule,
-    GroupRelativeCredit,
-    ReinforceCredit,
-    base,
-    credit_rule,
-    register,
-)
+from agentlightning.credit import CreditRule, base
+from agentlightning.credit.base import CreditContext, credit_rule, register
+from agentlightning.credit.rules import GroupRelativeCredit, ReinforceCredit
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
 

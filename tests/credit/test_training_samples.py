@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from agentlightning.credit import (
     ConstantNormalizer,
-    Credit,
-    CreditContext,
     CreditReport,
     CreditRule,
     group_trajectories,
@@ -23,7 +21,7 @@ from agentlightning.credit import (
     rejections,
     training_samples,
 )
-from agentlightning.credit.base import Group
+from agentlightning.credit.base import Credit, CreditContext, Group
 from agentlightning.errors import ExtensionError, RewardError, UnfaithfulSampleError
 from agentlightning.trajectory import TrainingSample, Trajectory, Transition
 from agentlightning.util.kept_sets import KeptSets

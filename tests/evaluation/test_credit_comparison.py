@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -208,7 +209,9 @@ def test_named_dimensions_need_weights() -> None:
     ]
     with pytest.raises(DatasetError, match="64 bad reward"):
         compare_credit(groups, ["group_relative"])
-    weighed = compare_credit(groups, ["group_relative"], reward_weights={"right": 1.0})
+    weighed = compare_credit(
+        [[replace(t, weights={"right": 1.0}) for t in each] for each in groups], ["group_relative"]
+    )
     assert weighed.signals == compare_credit(corridor(8), ["group_relative"]).signals
 
 

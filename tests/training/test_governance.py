@@ -21,7 +21,7 @@ class Warned:
     """A run as the guard sees it."""
 
     def __init__(self) -> None:
-        self.state, self.reward_weights = RunState("run"), {"correct": 1.0}
+        self.state = RunState("run")
         self.warnings: dict[str, str] = {}
 
     def warn(self, name: str, text: str) -> None:
@@ -29,7 +29,9 @@ class Warned:
 
 
 def batch(*rewards: Any) -> Collected:
-    return Collected(tuple(Trajectory(f"ro-{i}", "at", (), reward=each, group="g") for i, each in enumerate(rewards)))
+    weights = {"correct": 1.0}
+    found = (Trajectory(f"ro-{i}", "at", (), each, group="g", weights=weights) for i, each in enumerate(rewards))
+    return Collected(tuple(found))
 
 
 async def test_dimensions_that_are_to_agree_are_compared_and_those_that_no_reward_has_are_named() -> None:
@@ -45,7 +47,6 @@ async def test_dimensions_that_are_to_agree_are_compared_and_those_that_no_rewar
         assert (await guard.on_step(FinishedStep(opposed, {}))).get("reward_disagreement") == found
         assert warning is None or warning in run.warnings["guard_agree"]
         assert bool(run.warnings) == bool(warning)
-    run.reward_weights = None
     await guard.on_batch(batch(0.5, 1.0))
     assert "has both (they are plain numbers)" in run.warnings["guard_agree"]
 
@@ -61,7 +62,6 @@ class Parts:
     version: None = None
     returned: list[str] = field(default_factory=list[str])
     records: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    reward_weights: None = None
     tasks: Any = field(default_factory=lambda: Tasks([], validation=["a task"], held_out=[]))
     collector: Any = field(default_factory=lambda: SimpleNamespace(store=None))
 

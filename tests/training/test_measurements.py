@@ -33,7 +33,7 @@ class Measured:
         tasks = Tasks(train=[], validation=["v1", "v2", "v3"], held_out=["h1", "h2"])
         parts: dict[str, Any] = {
             "config": SimpleNamespace(evaluation=EvaluationConfig(**config)),
-            "algorithm": SimpleNamespace(reward_weights={"right": 1.0}),
+            "algorithm": SimpleNamespace(),
             "run_dir": SimpleNamespace(write_state=self._write),
             "collector": "collector",
             "source": None,
@@ -126,7 +126,6 @@ async def test_validation_is_named_by_its_step_and_takes_the_first_tasks(monkeyp
         "name": "r-validation-000007-greedy-changed1",
         "resources_id": "r-validation-000007-greedy-changed1 at 0.0",
         "mode": "val",
-        "reward_weights": {"right": 1.0},
         "strict": False,
         "scores": None,
         "on_progress": None,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from agentlightning.assemble import token_tree
-from agentlightning.credit import CreditContext, CreditRule, credit_rule, group_trajectories, training_samples
-from agentlightning.credit.base import CallColumns, by_call
+from agentlightning.credit import CreditRule, group_trajectories, training_samples
+from agentlightning.credit.base import CallColumns, CreditContext, by_call, credit_rule
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import OptimizerConfig, ValueHeadConfig
 from agentlightning.trajectory import Trajectory

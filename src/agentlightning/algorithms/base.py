@@ -10,17 +10,22 @@ An algorithm is a class in any module (docs/guides/extend.md).
 from __future__ import annotations
 
 import copy
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
-from pydantic import BaseModel, PositiveFloat
+from pydantic import AfterValidator, BaseModel, PositiveFloat
 
-from agentlightning.algorithms.agents import AgentPattern, unusable
 from agentlightning.algorithms.training import Collected, Training
+from agentlightning.assemble import OTHER_MODELS, OVERRIDDEN_CALLS, UNTRAINABLE_CALLS
+from agentlightning.credit import is_target, names_of, unrewarded
+from agentlightning.credit.rejection import NO_POLICY_CALLS, NO_TARGET_CALLS, UNKNOWN_TOKENS, Rejection
 from agentlightning.errors import ConfigError
 from agentlightning.policy.config import AgentSetting, Objective, OptimizerConfig
-from agentlightning.trajectory import RewardWeights
+from agentlightning.policy.learner import Learner
+from agentlightning.trajectory import FloatArray, RewardWeights, TokenTree, Trajectory
 from agentlightning.util.plugins import Registry, reference_to
 from agentlightning.util.settings import PRESET_NAMES, AtLeastOne, Part, SettingsSignature, settings_from
 
@@ -35,6 +40,18 @@ class AlgorithmConfig(Part):
     >>> MeasureConfig(steps=2).steps
     2
     """
+
+
+def _checked_pattern(target: str | None) -> str | None:
+    try:
+        re.compile(target or "")
+    except re.error as error:
+        raise ValueError(f"{target!r} is no regular expression: {error}") from error
+    return target
+
+
+AgentPattern = Annotated[str | None, AfterValidator(_checked_pattern)]
+"""A regular expression for names of agents, or None for all."""
 
 
 class RolloutsConfig(AlgorithmConfig):
@@ -120,7 +137,13 @@ class Algorithm(ABC, Generic[C]):
         return True
 
     def check_staleness(self, max_staleness: int) -> None:
-        """Raises ConfigError for settings that cannot act in a run with this `run.max_staleness`."""
+        """Raises ConfigError where rollouts would have to run for more steps than there are, and for settings that
+        cannot act in a run with this `run.max_staleness`."""
+        if max_staleness > self.total_steps:
+            raise ConfigError(
+                f"run.max_staleness={max_staleness} is more than the {self.total_steps} steps of {self.name}; use at"
+                f" most {self.total_steps}, or more steps (algorithm.steps)"
+            )
 
     def state_dict(self) -> Mapping[str, Any]:
         """What it has learned beside the weights, for checkpoints: anything that JSON holds. Empty: nothing."""
@@ -172,6 +195,88 @@ class Algorithm(ABC, Generic[C]):
         return f"{type(self).__name__}({getattr(self, 'config', '')!s})"
 
 
+def without_calls(trajectories: Sequence[Trajectory]) -> list[Rejection]:
+    """Rejects rollouts that hold no call of the policy: another model answered, or no model was called."""
+    metadata = [trajectory.metadata for trajectory in trajectories]
+    unknown, others = (sum(counts.get(name, 0) for counts in metadata) for name in (UNTRAINABLE_CALLS, OTHER_MODELS))
+    if unknown + others:
+        reason = UNKNOWN_TOKENS
+        message = (
+            f"none of the {unknown + others} model calls of these rollouts can be learned from: {others} were answered"
+            f" by other models than the policy, and of {unknown} the tokens are not known. What is learned from are the"
+            " tokens of the policy: have the agent ask for the policy's name, or change the route that leads its model"
+            " elsewhere ([gateway] routes); text alone is enough for SFT"
+        )
+    else:
+        reason = NO_POLICY_CALLS
+        message = (
+            f"none of these {len(trajectories)} rollouts called the policy: no model call reached the gateway. The"
+            " agent must send its model calls to the address in OPENAI_BASE_URL, OPENAI_API_BASE or ANTHROPIC_BASE_URL"
+            " (or the injected base_url), which are in the environment of each attempt. Look for an address in its code"
+            " or configuration (base_url=, api_base=, a .env file that overrides the environment), for a client that"
+            " reads none of these variables (Codex takes its address on the command line), for a cache of answers, and"
+            " for errors that the agent catches; docs/guides/frameworks.md says what each framework needs"
+        )
+    return [Rejection(trajectory.rollout_id, reason, message) for trajectory in trajectories]
+
+
+def without_any_call(trajectories: Sequence[Trajectory], target: str | None) -> list[Rejection]:
+    """Rejects all of them if they hold no call of the policy, or none of the agents to train."""
+    agents = {call.agent for trajectory in trajectories for call in trajectory.transitions}
+    if not agents:
+        return without_calls(trajectories)
+    if any(is_target(agent, target) for agent in agents):
+        return []
+    message = (
+        f"no call of these {len(trajectories)} rollouts is of an agent called {target!r}; there are {names_of(agents)}."
+        " Change target_agent (or trained_agents), or name the agent with agl.track_agent"
+    )
+    return [Rejection(trajectory.rollout_id, NO_TARGET_CALLS, message) for trajectory in trajectories]
+
+
+def unusable(trajectories: Sequence[Trajectory], target: str | None) -> list[Rejection]:
+    """Rejects rollouts without a reward that is a number, or without a call of the agents to train."""
+    found = unrewarded(trajectories, "it has no reward: call agl.emit_reward")
+    refused = {each.rollout_id for each in found}
+    others = [each for each in trajectories if each.rollout_id not in refused]
+    message = "no call is of " + ("the policy" if target is None else f"an agent {target!r}")
+    return found + (
+        without_any_call(others, target)
+        or [
+            Rejection(each.rollout_id, NO_TARGET_CALLS, message)
+            for each in others
+            if not any(is_target(call.agent, target) for call in each.transitions)
+        ]
+    )
+
+
+def reward_metrics(collected: Collected) -> Mapping[str, float]:
+    """Mean reward of a batch, without missing rewards, and counts of its calls."""
+    known = [reward for each in collected.trajectories if (reward := each.score) is not None]
+    calls = sum(len(each.transitions) for each in collected.trajectories)
+    return {
+        "reward": sum(known) / len(known) if known else float("nan"),
+        "calls_per_rollout": calls / max(1, len(collected.trajectories)),
+        "calls_overridden": sum(each.metadata.get(OVERRIDDEN_CALLS, 0) for each in collected.trajectories),
+    }
+
+
+def learner_of(training: Training) -> Learner:
+    """The weights of a run. Raises ConfigError where it trains none."""
+    if training.learner is None:
+        raise ConfigError("this run trains no model, so there are no log-probabilities to compare with")
+    return training.learner
+
+
+async def scores_of(
+    training: Training, trees: Sequence[TokenTree], model: str | None
+) -> Sequence[tuple[FloatArray, ...]]:
+    """The log-probabilities of each tree under another model, named as in `PolicyConfig.model`. None: under the weights
+    that the run started from."""
+    directory = await training.starting_weights() if model is None else Path(model)
+    return (await learner_of(training).score(trees, {"ref_logprobs"}, reference=directory))["ref_logprobs"]
+
+
 R = TypeVar("R", bound=RolloutsConfig)
 
 
@@ -201,7 +306,7 @@ class RolloutsAlgorithm(Algorithm[R]):
             tasks=config.tasks_per_step,
             group_size=config.group_size,
             temperature=config.temperature,
-            check=lambda found: unusable(found, config.reward_weights, target),
+            check=lambda found: unusable(found, target),
         )
 
 

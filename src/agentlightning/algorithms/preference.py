@@ -23,16 +23,20 @@ from typing import Any, Literal, NamedTuple, cast
 
 from pydantic import FiniteFloat, field_validator
 
-from agentlightning.algorithms.agents import of_target, unusable
-from agentlightning.algorithms.base import RolloutsAlgorithm, RolloutsConfig
+from agentlightning.algorithms.base import (
+    RolloutsAlgorithm,
+    RolloutsConfig,
+    learner_of,
+    reward_metrics,
+    scores_of,
+    unusable,
+)
 from agentlightning.algorithms.recorded.sessions import Tokenizer, renamed, without_probabilities
-from agentlightning.algorithms.step import learner_of, reward_metrics, scores_of
 from agentlightning.algorithms.training import Training
 from agentlightning.assemble import shared_calls, token_tree
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import read_message, read_tools
-from agentlightning.credit import group_trajectories, is_target
-from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit import group_trajectories, is_target, of_target
 from agentlightning.credit.rejection import NO_TARGET_CALLS, Rejection
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.policy.base import UpdateOptions
@@ -294,10 +298,9 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
         return self.config.loss
 
     async def _step(self, training: Training) -> None:
-        config, collected = self.config, await self._rollouts(training)
-        target = self._target(training)
+        collected, target = await self._rollouts(training), self._target(training)
         compared, counts = await asyncio.to_thread(self.comparisons, collected.trajectories, target, training.step)
-        metrics = {**reward_metrics(collected, config.reward_weights), **counts}
+        metrics = {**reward_metrics(collected), **counts}
         if compared:
             samples, own = await self._samples(training, compared)
             metrics |= own
@@ -312,7 +315,7 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
         found: list[Comparison] = []
         counts: Counter[str] = Counter()
         for group in group_trajectories(without_probabilities(each) for each in trajectories):
-            scored = [(each, float(team_score(each, config.reward_weights) or 0.0)) for each in group]
+            scored = [(each, float(each.score or 0.0)) for each in group]
             if not self._loss.paired:
                 found += [
                     Comparison.of_one(each, reward >= config.success_threshold, target) for each, reward in scored
@@ -327,7 +330,7 @@ class DPO(RolloutsAlgorithm[DPOConfig]):
 
     def check_data(self, trajectories: Sequence[Trajectory], target: str | None) -> None:
         """Raises DatasetError where nothing can be compared, saying what is missing."""
-        refused = {each.rollout_id for each in unusable(trajectories, self.config.reward_weights, target)}
+        refused = {each.rollout_id for each in unusable(trajectories, target)}
         usable = [each for each in trajectories if each.rollout_id not in refused]
         if not usable:
             raise DatasetError(

@@ -26,13 +26,18 @@ from typing import Any
 from pydantic import FiniteFloat
 from pydantic_core import to_jsonable_python
 
-from agentlightning.algorithms.agents import of_target
-from agentlightning.algorithms.base import Algorithm, AlgorithmConfig, RolloutsAlgorithm, RolloutsConfig
+from agentlightning.algorithms.base import (
+    Algorithm,
+    AlgorithmConfig,
+    RolloutsAlgorithm,
+    RolloutsConfig,
+    learner_of,
+    reward_metrics,
+)
 from agentlightning.algorithms.recorded.sessions import Demonstrations, Tokenizer, load_demonstrations, to_examples
-from agentlightning.algorithms.step import learner_of, reward_metrics
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.assemble import token_tree
-from agentlightning.credit.agent_rewards import team_score
+from agentlightning.credit import of_target
 from agentlightning.errors import ConfigError
 from agentlightning.policy.base import Metrics, Policy, UpdateOptions
 from agentlightning.policy.config import Lora, OptimizerConfig
@@ -377,14 +382,12 @@ class RejectionSampling(RolloutsAlgorithm[RejectionSamplingConfig]):
 
     def is_success(self, trajectory: Trajectory) -> bool:
         """Whether a rollout is imitated."""
-        score = team_score(trajectory, self.config.reward_weights)
-        return score is not None and score >= self.config.success_threshold
+        return trajectory.score is not None and trajectory.score >= self.config.success_threshold
 
     async def _step(self, training: Training) -> None:
-        config, collected = self.config, await self._rollouts(training)
-        target = self._target(training)
+        collected, target = await self._rollouts(training), self._target(training)
         chosen = [of_target(each, target) for each in collected.trajectories if self.is_success(each)]
-        metrics = {**reward_metrics(collected, config.reward_weights), "imitated": float(len(chosen))}
+        metrics = {**reward_metrics(collected), "imitated": float(len(chosen))}
         if chosen:
             metrics |= await training.update([to_sample(chosen)], UpdateOptions(loss=NLLLoss()))
         await training.finish_step(collected, metrics)

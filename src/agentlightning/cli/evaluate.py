@@ -414,10 +414,9 @@ async def compare_rules(
         typer.echo(f"STORE is an option now: --store {earlier}", err=True)
         store = replace(store, store=store.store or earlier)
     place = store.place
-    weights = weights_of(reward_weights, place)
     chosen = [_read_json("--rule", each) if each.lstrip().startswith("{") else each for each in rules or RULES.names()]
-    recorded, unreadable = await _read_groups(store, groups, mode)
-    found = compare_credit(recorded, chosen, target_agent=target_agent, reward_weights=weights, left_out=unreadable)
+    recorded, unreadable = await _read_groups(store, groups, mode, weights_of(reward_weights, place))
+    found = compare_credit(recorded, chosen, target_agent=target_agent, left_out=unreadable)
     best = [each for each in found.signals[:1] if each.snr > 0]
     settings = Path(place).with_name("config.toml") if place else None  # Of the run whose store it is.
     of_run = ["--config", settings] if settings is not None and settings.is_file() else []
@@ -426,7 +425,7 @@ async def compare_rules(
 
 
 async def _read_groups(
-    store: StoreOfRun, groups: int, mode: RolloutMode | None
+    store: StoreOfRun, groups: int, mode: RolloutMode | None, weights: Mapping[str, float] | None
 ) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
@@ -443,7 +442,7 @@ async def _read_groups(
         chosen = {rollout_id: group for group, ids in several[-groups:] for rollout_id in ids}
         tasks = {each.rollout_id: each.input for each in await opened.query_rollouts(rollout_id_in=list(chosen))}
         plans = [RolloutPlan(key, tasks.get(key), group) for key, group in chosen.items()]
-        trajectories, rejected = await TrajectoryReader(opened).read(plans)
+        trajectories, rejected = await TrajectoryReader(opened, weights=weights).read(plans)
     return group_trajectories(trajectories), count_reasons(rejected)
 
 

@@ -330,8 +330,8 @@ def dry_run_lines(found: DryRun) -> Iterator[RenderableType]:
 
 def _example_lines(rollouts: tuple[DryRunRollout, ...]) -> Iterator[str]:
     """The best of them, message by message."""
+    from agentlightning.assemble import said
     from agentlightning.dashboard.data.rollouts import shortened
-    from agentlightning.training.sources.collector import said
 
     shown = max(rollouts, key=lambda each: (each.policy_calls > 0, each.reward is not None, each.reward or 0.0))
     reward = "no reward" if shown.reward is None else f"reward {shown.reward:g}"

@@ -12,7 +12,6 @@ from typing import Any, Final
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import Collected, Training
 from agentlightning.compat.adapters import TracerTraceToTriplet, TraceToMessages
-from agentlightning.credit.agent_rewards import team_score
 from agentlightning.errors import ConfigError
 from agentlightning.store.base import LightningStoreBase
 
@@ -137,5 +136,5 @@ class Baseline(Algorithm[Any]):
         if training.step:
             return
         collected = await training.collect(tasks=self.tasks, group_size=1, temperature=1.0)
-        rewards = [reward for each in collected.trajectories if (reward := team_score(each)) is not None]
+        rewards = [reward for each in collected.trajectories if (reward := each.score) is not None]
         await training.finish_step(collected, {"reward": sum(rewards) / len(rewards)} if rewards else {})

@@ -846,7 +846,7 @@ class ValueCredit(CreditRule):
 
 
 @register
-class HierarchicalCredit(CreditRule):
+class HierarchicalCredit(StateValueCredit):
     """`state_value` where states repeat, else `uniform`; with a value head the better predictor of returns.
 
     Hierarchical credit: for each group the rule that there is evidence for.
@@ -878,43 +878,26 @@ class HierarchicalCredit(CreditRule):
     """
 
     type: Literal["hierarchical"] = "hierarchical"  # pyright: ignore[reportIncompatibleVariableOverride]
-    uses = frozenset({VALUES})
-    gives_returns = True
     repeated: PositiveShare = 0.25
     """Without a value head: the share of repeated states from which on they decide."""
     margin: ShareBelowOne = 0.1
     """With a value head: how much smaller the error of state values has to be than that of the critic."""
     evidence: ShareBelowOne = 0.97
     """What an error counts one group later; 0: the last group alone."""
-    similarity: PositiveShare = 1.0
-    """States are the same from this similarity of their observations on; 1: only equal ones."""
-    history: int = Field(default=0, ge=0, le=8)
-    """Number of earlier states that may have to be the same, too."""
-    pool: ShareBelowOne | None = None
-    """What a visit counts one group of the same task later. None: as in `state_value`."""
     gamma: Share = 1.0
     """Of `value`: what a reward one call later is worth."""
     lam: Share = 0.95
     """Of `value`: how much of what lies behind the next call counts."""
 
-    def rules(self) -> tuple[StateValueCredit, ValueCredit]:
-        """The rules it chooses from."""
-        pool = {} if self.pool is None else {"pool": self.pool}
-        return (
-            StateValueCredit.model_validate({"similarity": self.similarity, "history": self.history, **pool}),
-            ValueCredit(gamma=self.gamma, lam=self.lam),
-        )
-
     def of_group(self, group: Group, context: CreditContext) -> Credit | None:
-        by_state, by_value = self.rules()
         keys = state_keys(group, self.similarity)
-        earlier = by_state.remembered(group, context)
+        earlier = self.remembered(group, context)
         repeated, later = repeated_states(keys, earlier)
         chosen = "state_value" if later and repeated >= self.repeated * later else "uniform"
         counts = {"states": float(later), "states_repeated": float(repeated)}
         if VALUES in context.columns:
             known = context.memory.read(TABLE).get(ROW, (0.0,) * len(EVIDENCE))
-            found = squared_errors(group, keys, _weighed(earlier, by_state.pool), _values(group, context))
+            found = squared_errors(group, keys, _weighed(earlier, self.pool), _values(group, context))
             faded = [self.evidence * before + now for before, now in zip(known, found, strict=True)]
             context.memory.write(TABLE, {ROW: faded})
             calls, _, by_states, by_critic = known
@@ -922,14 +905,14 @@ class HierarchicalCredit(CreditRule):
                 chosen = "state_value" if by_states <= (1 - self.margin) * by_critic else "value"
             counts |= dict(zip(EVIDENCE, found, strict=True))
         if chosen == "state_value":
-            credit = by_state.of_states(group, keys, context)
+            credit = self.of_states(group, keys, context)
         else:
             if repeated:
-                by_state.remember(group, keys, context)
+                self.remember(group, keys, context)
             gains = standardised([sum(returns_to_go(each)[:1]) for each in group], divide=False)
             uniform = None if gains is None else of_rollouts(gains, group)
-            value = chosen == "value"
-            credit = by_value.of_group(group, context) if value else _with_returns(uniform, group, context, {})
+            by_value = ValueCredit(gamma=self.gamma, lam=self.lam) if chosen == "value" else None
+            credit = by_value.of_group(group, context) if by_value else _with_returns(uniform, group, context, {})
         return None if credit is None else replace(credit, counts={**counts, f"hierarchical_{chosen}": 1.0})
 
 

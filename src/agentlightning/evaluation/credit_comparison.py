@@ -27,13 +27,11 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from agentlightning.assemble import scalar_reward
-from agentlightning.credit import CreditRule, credit_rule, is_target
-from agentlightning.credit.agent_rewards import team_score
-from agentlightning.credit.base import CreditContext
+from agentlightning.credit import CreditRule, is_target
+from agentlightning.credit.base import CreditContext, credit_rule
 from agentlightning.credit.rejection import Rejection, count_reasons, rejection
 from agentlightning.errors import AgentLightningError, DatasetError, MissingRewardError, RewardError
-from agentlightning.trajectory import RewardWeights, Trajectory, Transition
+from agentlightning.trajectory import Trajectory, Transition, scalar_reward
 from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 from agentlightning.util.json_values import dumps, loads
 
@@ -188,7 +186,6 @@ def compare_credit(
     rules: Iterable[str | Mapping[str, Any] | CreditRule],
     *,
     target_agent: str | None = None,
-    reward_weights: RewardWeights = None,
     left_out: Mapping[str, int] = NOTHING,
 ) -> CreditComparison:
     """Compare rules on groups of rollouts of one task each.
@@ -196,7 +193,7 @@ def compare_credit(
     Rollouts without a reward, and groups that then have fewer than two, are left out and counted, together with those
     of `left_out`. A rule that cannot use the data is listed with its reason. Raises DatasetError where too little is
     left to compare anything."""
-    usable, found_out = _usable(groups, reward_weights)
+    usable, found_out = _usable(groups)
     left_out = {**left_out, **found_out}
     if len(usable) < MIN_GROUPS:
         counted = "".join(f", {count} {reason.replace('_', ' ')}" for reason, count in left_out.items())
@@ -238,7 +235,7 @@ def _name(setting: str | Mapping[str, Any] | CreditRule) -> str:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def _usable(groups: Groups, weights: RewardWeights) -> tuple[list[list[Trajectory]], dict[str, int]]:
+def _usable(groups: Groups) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """Groups of two rollouts or more with rewards that are one number each, and what was left out by reason."""
     scored: list[list[Trajectory]] = []
     refused: list[Rejection] = []
@@ -246,10 +243,10 @@ def _usable(groups: Groups, weights: RewardWeights) -> tuple[list[list[Trajector
         scored.append([])
         for each in group:
             try:
-                if (reward := team_score(each, weights)) is None:
+                if (reward := each.score) is None:
                     raise MissingRewardError("it has no reward")
                 transitions = tuple(
-                    call if call.reward is None else replace(call, reward=scalar_reward(call.reward, weights))
+                    call if call.reward is None else replace(call, reward=scalar_reward(call.reward, each.weights))
                     for call in each.transitions
                 )
                 scored[-1].append(replace(each, reward=reward, transitions=transitions))

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from agentlightning import span as names
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.training import RolloutReport
-from agentlightning.assemble.model_calls import calls, has_failed, has_tokens, is_call, model_of
-from agentlightning.assemble.trajectories import steps
+from agentlightning.assemble import calls, has_failed, has_tokens, is_call, model_of, steps, transcript_of
 from agentlightning.chat.base import ChatFormat
 from agentlightning.config import TrackingConfig, TrainConfig
 from agentlightning.errors import AgentError, AgentLightningError, ConfigError
@@ -28,7 +27,7 @@ from agentlightning.training.health.step_record import LEAK_SHARE, answers_in_pr
 from agentlightning.training.persistence.checkpoints import has_random_weights
 from agentlightning.training.persistence.run_dir import Tasks
 from agentlightning.training.run import TrainingRun
-from agentlightning.training.sources.collector import run_trials, transcript_of
+from agentlightning.training.sources.collector import run_trials
 from agentlightning.training.tracking import check_installed
 from agentlightning.util.json_values import recorded_objects
 
@@ -445,9 +444,7 @@ async def rehearse(run: TrainingRun) -> tuple[DryRunRollout, ...]:
     resources_id = await run.checkpoints.publisher.write(label, {"temperature": temperature})
     tasks = {f"{i}-{j}": task for i, task in enumerate(run.train_tasks[:TASKS]) for j in range(REPEATS)}
     progress.phase("rollouts", len(tasks))
-    collected, reports = await run_trials(
-        collector, label, tasks, resources_id, run.reward_weights, on_progress=progress.update
-    )
+    collected, reports = await run_trials(collector, label, tasks, resources_id, on_progress=progress.update)
     reasons = {each.rollout_id: each.reason for each in collected.rejected}
     return tuple(
         observe(task, report, reasons.get(report.rollout_id), collector.reader.model)

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 from msgspec import Struct
 
 from agentlightning import span as names
-from agentlightning.assemble import calls, scalar_reward
+from agentlightning.assemble import calls
 from agentlightning.chat.base import Message
 from agentlightning.chat.messages import chat_messages
 from agentlightning.errors import ConfigError, DatasetError, RewardError
@@ -27,7 +27,7 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.training.persistence.run_dir import check_run, read_state, unfinished, write_atomically
-from agentlightning.trajectory import RewardWeights
+from agentlightning.trajectory import RewardWeights, scalar_reward
 from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- weights ---------------------------------------------------------------------------------------------------------

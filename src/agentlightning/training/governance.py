@@ -37,10 +37,8 @@ import msgspec
 from msgspec import Struct
 
 from agentlightning.algorithms.training import Collected
-from agentlightning.assemble import scalar_reward
 from agentlightning.config import GateConfig, RewardGuard
 from agentlightning.credit import group_trajectories
-from agentlightning.credit.agent_rewards import team_reward
 from agentlightning.credit.rejection import CALL_LIMIT, MISSING_REWARD
 from agentlightning.errors import ConfigError, ConflictError, RewardError, TrainingStopped
 from agentlightning.evaluation.intervals import Gain, paired_gain
@@ -63,7 +61,7 @@ from agentlightning.training.health.step_record import (
 )
 from agentlightning.training.persistence.run_dir import KeptCheckpoint, append_lines, check_run, whole_lines
 from agentlightning.training.sources.collector import Scores, apply_reward, read_recordings
-from agentlightning.trajectory import Trajectory
+from agentlightning.trajectory import Trajectory, scalar_reward
 
 if TYPE_CHECKING:
     from agentlightning.training.run import TrainingRun
@@ -185,7 +183,7 @@ def second_reward(run: TrainingRun, name: str | None) -> Scores | None:
                 return None
             async with limit:
                 reward = await apply_reward(store, function, rollout, own.attempt, own.spans)
-            return scalar_reward(reward, run.reward_weights)
+            return scalar_reward(reward, run.algorithm.reward_weights)
 
         rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
         # The boundary of the user's function: what it raises is counted as missing.
@@ -232,7 +230,7 @@ class Guard(RunCallback[GuardState]):
 
     async def on_batch(self, collected: Collected) -> None:
         """Measure a batch. Raises TrainingStopped where it violates a limit and the guard is to stop the run."""
-        rewards = {each.rollout_id: score_of(each, self.run.reward_weights) for each in collected.trajectories}
+        rewards = {each.rollout_id: score_of(each) for each in collected.trajectories}
         known = [reward for reward in rewards.values() if reward is not None]
         guard = self.guard
         low, high = -math.inf if guard.low is None else guard.low, math.inf if guard.high is None else guard.high
@@ -276,40 +274,30 @@ class Guard(RunCallback[GuardState]):
 
     async def _pairs(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float | None]) -> list[Pairs]:
         """What is compared: two dimensions of the reward, and the reward with that of another function."""
-        groups, found = group_trajectories(trajectories), list[Pairs]()
+        groups, compared = group_trajectories(trajectories), list[Mapping[str, tuple[float, float]]]()
         if self.guard.agree is not None:
             first, second = self.guard.agree
-            given = [reward for each in trajectories if (reward := team_reward(each)) is not None]
-            pairs = [
-                [
-                    (reward[first], reward[second])
-                    for each in group
-                    if isinstance(reward := team_reward(each), dict) and {first, second} <= reward.keys()
-                ]
-                for group in groups
-            ]
-            if given and not any(pairs):
-                dimensions = sorted({name for each in given if isinstance(each, dict) for name in each})
+            given = {each.rollout_id: reward for each in trajectories if (reward := each.team_reward) is not None}
+            named = {key: reward for key, reward in given.items() if isinstance(reward, dict)}
+            both = {key: (each[first], each[second]) for key, each in named.items() if {first, second} <= each.keys()}
+            if given and not both:
+                dimensions = sorted({name for each in named.values() for name in each})
                 self.run.warn(
                     "guard_agree",
                     f"guard.agree compares the dimensions {first!r} and {second!r}, and no reward of the batch has both"
                     f" ({', '.join(dimensions) or 'they are plain numbers'}), so that nothing is compared; give others,"
                     " or leave it out",
                 )
-            found.append(pairs)
+            compared.append(both)
         if self.second:
-            chosen: list[Sequence[Trajectory]] = []
+            chosen: list[str] = []
             for group in groups:
-                if sum(map(len, chosen)) + len(group) <= self.guard.sample:
-                    chosen.append(group)
-            scores = await self.second([each.rollout_id for group in chosen for each in group])
-            found.append(
-                [
-                    [(reward, scores[key]) for key in ids if key in scores and (reward := rewards[key]) is not None]
-                    for ids in ([each.rollout_id for each in group] for group in chosen)
-                ]
-            )
-        return found
+                if len(chosen) + len(group) <= self.guard.sample:
+                    chosen += [each.rollout_id for each in group]
+            scores = await self.second(chosen)
+            compared.append({key: (own, score) for key, score in scores.items() if (own := rewards[key]) is not None})
+        ids = [[each.rollout_id for each in group] for group in groups]
+        return [[[pairs[key] for key in own if key in pairs] for own in ids] for pairs in compared]
 
 
 # -- audit log -------------------------------------------------------------------------------------------------------

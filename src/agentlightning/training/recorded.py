@@ -1,8 +1,9 @@
 """Recorded data as what a run learns from: sessions of a store, conversations, or preference pairs, without an agent.
 
-`open_recorded` reads the sessions, has `RecordedSessions.plan` choose what the algorithm learns from, in the tokens of
-the model, and makes a source of batches: groups of one task each, over and over, or as they arrive. All else is the run
-of any other algorithm: settings, steps, checkpoints, measurements (of an agent, where there is one), report and resume.
+`open_recorded` reads the sessions and makes a `RecordedSource`, which chooses what the algorithm learns from, in the
+tokens of the model, and hands it out in batches: groups of one task each, over and over, or as they arrive. All else is
+the run of any other algorithm: settings, steps, checkpoints, measurements (of an agent, where there is one), report and
+resume.
 
 LightningRL learns from sessions of another policy by one of three methods, and other algorithms from the same forms:
 
@@ -24,11 +25,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from agentlightning.algorithms.base import Algorithm
 from agentlightning.algorithms.lightning_rl import LightningRL
@@ -50,7 +51,6 @@ from agentlightning.algorithms.sft import RejectionSampling, SFTAlgorithm, SFTRe
 from agentlightning.algorithms.training import Collected, RolloutRequest
 from agentlightning.config import CurriculumConfig, DataConfig, TrainConfig
 from agentlightning.credit import group_trajectories, is_target
-from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.credit.rejection import Rejection, count_reasons, describe_reasons
 from agentlightning.errors import ConfigError, DatasetError, TrainingStopped
@@ -67,9 +67,7 @@ from agentlightning.training.sources.collector import checked
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
 
-# -- plan ------------------------------------------------------------------------------------------------------------
-
-# What an algorithm learns from, in the form that it needs.
+# -- forms -----------------------------------------------------------------------------------------------------------
 
 Method = Literal["importance", "awr", "rejection"]
 Form = Literal["importance", "awr", "rejection", "whole", "recorded"]
@@ -79,174 +77,6 @@ METHODS: Mapping[Method, str] = {
     "awr": "advantage-weighted regression",
     "rejection": "rejection sampling fine-tuning",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is learned, and how."""
-
-    algorithm: Algorithm[Any]
-    examples: Sequence[TokenizedSession] = ()
-    """Empty for an algorithm that reads its data itself."""
-    rejected: Sequence[Rejection] = ()
-    notes: Sequence[str] = ()
-    sessions: int = 0
-    """What is learned from. 0: the algorithm counts it."""
-    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Sessions that were not chosen, by reason."""
-    method: Method | None = None
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        return [each.trajectory for each in self.examples]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedSessions:
-    """The sessions of a run without an agent, and the settings of how they are learned from."""
-
-    sessions: Sequence[Session]
-    tokenizer: Tokenizer
-    settings: DataConfig
-    data: RecordedData
-
-    def plan(self, algorithm: Algorithm[Any]) -> Plan:
-        """What an algorithm learns from. Raises DatasetError where that is nothing, saying what is missing."""
-        if isinstance(algorithm, SFTAlgorithm):
-            return self._demonstrations(algorithm)
-        if isinstance(algorithm, RejectionSampling):
-            return self._successes(algorithm)
-        if isinstance(algorithm, DPO):
-            return self._preferences(algorithm)
-        return self._by_method(algorithm) if isinstance(algorithm, LightningRL) else self._in_form(algorithm, "whole")
-
-    def prepare(self, form: Form, weights: Any) -> tuple[list[TokenizedSession], list[Rejection]]:
-        """The sessions that have a reward, or parts of them, in the form that is learned from, and those that cannot
-        be."""
-        found: list[TokenizedSession] = []
-        rejected: list[Rejection] = []
-        for session in (part for each in self.sessions for part in divided(each, form, self.tokenizer.target)):
-            made, score = self.tokenizer(session), session.score(weights)
-            if isinstance(made, Rejection) or isinstance(score, Rejection):
-                rejected.append(made if isinstance(made, Rejection) else score)  # pyright: ignore[reportArgumentType]
-            elif form == "importance" and not made.logprobs:
-                message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns'
-                rejected.append(Rejection(made.trajectory.rollout_id, NO_LOGPROBS, f"{message} from it"))
-            elif form in ("importance", "recorded"):
-                found.append(made)
-            else:
-                found.append(replace(made, trajectory=without_probabilities(made.trajectory)))
-        return found, rejected
-
-    def _in_form(self, algorithm: Algorithm[Any], form: Form, refused: Sequence[Rejection] = ()) -> Plan:
-        """An algorithm learns from the sessions in a form, but not from those that it has `refused`."""
-        found, rejected = self.prepare(form, algorithm.reward_weights)
-        check_any(found, rejected)
-        left_out = {each.rollout_id for each in refused}
-        found = [each for each in found if each.trajectory.rollout_id not in left_out]
-        notes = [f"{algorithm.name}: {len(found)} sessions"]
-        if form != "whole" and (several := sum(bool(each.rewards) for each in self.sessions)):
-            notes.append(f"{several} sessions hold several rewards; each belongs to the calls since the one before it")
-        if foreign := sum(each.foreign for each in found):
-            notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
-        notes += describe_notes(self.tokenizer.counts)
-        return Plan(algorithm, found, [*rejected, *refused], notes, len(found))
-
-    def _demonstrations(self, algorithm: SFTAlgorithm) -> Plan:
-        if not algorithm.reads_sessions:
-            return Plan(algorithm.on(algorithm.dataset))
-        default: Any = self.data.sources.get("dataset") or {"threshold": self.settings.success_threshold}
-        query: Any = algorithm.dataset or TrajectoryQuery(None, **default)
-        found, left_out = successful(self.sessions, query)
-        return Plan(algorithm.on(found), left_out=left_out)
-
-    def _successes(self, algorithm: RejectionSampling) -> Plan:
-        made, bound = self._in_form(algorithm, "rejection"), algorithm.config.success_threshold
-        chosen = [each for each in made.examples if algorithm.is_success(each.trajectory)]
-        if not chosen:
-            raise DatasetError(
-                f"none of {made.sessions} sessions has a reward of {bound:g} or more; lower success_threshold"
-            )
-        return replace(made, examples=chosen, sessions=len(chosen))
-
-    def _preferences(self, algorithm: DPO) -> Plan:
-        if algorithm.reads_sessions:
-            made = self._in_form(algorithm, "awr")
-            examples = [replace(each, trajectory=_by_prompt(each.trajectory)) for each in made.examples]
-            made = replace(made, examples=examples)
-        else:
-            records = load_preferences(algorithm.data)
-            found, rejected = to_preferences(records, self.tokenizer)
-            if not found:
-                raise DatasetError(
-                    f"none of {len(records)} preference pairs can be learned from"
-                    f" ({describe_reasons(count_reasons(rejected))}). The first: {rejected[0].rollout_id}:"
-                    f" {rejected[0].message}"
-                )
-            pairs = len(found) // 2
-            notes = (f"{algorithm.name}: {pairs} preference pairs", *describe_notes(self.tokenizer.counts))
-            made = Plan(algorithm, [TokenizedSession(each) for each in found], rejected, notes, pairs)
-        algorithm.check_data(made.trajectories, algorithm.config.target_agent)
-        return made
-
-    def _by_method(self, algorithm: LightningRL) -> Plan:
-        config, weights, bound = algorithm.config, algorithm.reward_weights, self.settings.success_threshold
-        recorded = replace(self, sessions=[self.tokenizer.read(each) for each in self.sessions])
-        found, rejected = recorded.prepare("recorded", weights)
-        check_any(found, rejected)
-        sampled = [each.trajectory for each in found if each.logprobs]
-        refused = algorithm.rejections(sampled, config.target_agent) if sampled else []
-        method, notes = recorded.choose_method(found, len(sampled) - len(refused), weights)
-        if method == "rejection":
-            names = ("steps", "tasks_per_step", "target_agent", "reward_weights", "optimizer")
-            shared: dict[str, Any] = {name: getattr(config, name) for name in names}
-            made = recorded.plan(RejectionSampling(group_size=1, success_threshold=bound, **shared))
-        else:
-            by_ratio = method == "importance"
-            learner = with_loss(algorithm, self.data.given, by_ratio)
-            made = recorded._in_form(learner, method, refused if by_ratio else ())
-        return replace(made, method=method, notes=[*notes, *made.notes[1:]])
-
-    def choose_method(self, found: Sequence[TokenizedSession], known: int, weights: Any) -> tuple[Method, list[str]]:
-        """The method that the data has what it needs for, and why: of the sessions that were `found`, `known` have
-        log-probabilities. Raises DatasetError, saying what is missing."""
-        trajectories = [each.trajectory for each in found]
-        groups = [[team_score(each, weights) or 0.0 for each in group] for group in group_trajectories(trajectories)]
-        singles = [group[0] for group in groups if len(group) == 1]
-        varied = self.settings.follow
-        varied = varied or any(spread(group) > SMALLEST_SPREAD for group in (*groups, singles) if group)
-        ids, bound = {each.rollout_id for each in trajectories}, self.settings.success_threshold
-        own = [each for each in self.sessions if each.rollout.rollout_id in ids]
-        parts = [part for each in own for part in divided(each, "rejection", self.tokenizer.target)]
-        wins = sum(reward >= bound for part in parts if (reward := part.reward(weights)) is not None)
-        method, tasks = self.data.method or self.settings.method, len(groups)
-        if method == "importance" and not known:
-            raise DatasetError(
-                f'method="importance" needs log-probabilities of the sampler, and none of {len(found)} sessions has'
-                ' them in tokens of this model: record through the gateway with this model, or use method="awr"'
-            )
-        if method in ("importance", "awr") and not varied:
-            raise DatasetError(
-                f'method="{method}" learns from differences in reward, and the sessions of each of {tasks} tasks'
-                ' have the same one; record more of the same task, or use method="rejection"'
-            )
-        if method == "auto" and varied:
-            method = "importance" if known * 2 >= len(found) else "awr"
-        elif method in ("auto", "rejection"):
-            method = "rejection"
-            if not wins:
-                raise DatasetError(
-                    f"the sessions of each of {tasks} tasks have the same reward, and none of {len(found)} has"
-                    f" {bound:g} or more: there is nothing to prefer. Record sessions that differ, or lower"
-                    " success_threshold"
-                )
-        notes = [
-            f"LightningRL learns by {METHODS[method]}: {len(found)} sessions of {tasks} tasks, {known} of them"
-            f" with log-probabilities, {wins} with a reward of {bound:g} or more"
-        ]
-        if singles:
-            notes.append(f"{len(singles)} tasks have one session each; their baseline is the mean of such sessions")
-        return method, notes
 
 
 def check_any(found: Sequence[TokenizedSession], rejected: Sequence[Rejection]) -> None:
@@ -311,33 +141,202 @@ class NothingArrived(TrainingStopped):
 
 
 class RecordedSource(Struct):
-    """Batches of recorded sessions, and the account of those that were left out."""
+    """What an algorithm learns from in a run on recorded data, in batches, and the account of what was left out."""
 
-    plan: Plan
-    recorded: RecordedSessions
+    algorithm: Algorithm[Any]
+    """That of the run; `choose` gives it what it learns from, or puts the one of a method in its place."""
+    sessions: Sequence[Session]
+    """Of a store; empty for data of the algorithm's own."""
+    tokenizer: Tokenizer
+    settings: DataConfig
+    data: RecordedData
     progress: Progress
     store: LightningStoreBase | None
     seed: int
+    _chosen: Sequence[Trajectory] = ()
+    """Empty for an algorithm that reads its data itself."""
+    _calls: Counter[str] = field(default_factory=Counter[str])
+    """Calls of what was chosen, or arrived since, that were `rendered` from text, and `foreign` ones among them."""
     _groups: list[tuple[Trajectory, ...]] = []
     """Of the present epoch."""
     _waiting: list[Trajectory] = []
     """Those that arrived and were not learned from."""
 
-    @property
-    def data(self) -> RecordedData:
-        return self.recorded.data
+    # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def __post_init__(self) -> None:
+    def choose(self) -> None:
+        """Choose what the algorithm learns from. Raises DatasetError where that is nothing, saying what is missing."""
+        algorithm = self.algorithm
+        if isinstance(algorithm, SFTAlgorithm):
+            return self._demonstrations(algorithm)
+        if isinstance(algorithm, RejectionSampling):
+            found = self._successes(algorithm)
+        elif isinstance(algorithm, DPO):
+            found = self._preferences(algorithm)
+        else:
+            found = self._by_method(algorithm) if isinstance(algorithm, LightningRL) else self._in_form("whole")
+        self.learn_from(found)
+        return None
+
+    def learn_from(self, examples: Sequence[TokenizedSession]) -> None:
+        """Take these as what was chosen."""
+        found = self._chosen = self._counted(examples)
         learned = set(self.data.source.get("learned", ()))  # Earlier versions have whole sessions there.
-        found = self.plan.trajectories
         self._waiting = [each for each in found if learned.isdisjoint((each.rollout_id, _session(each.rollout_id)))]
+
+    def _counted(self, examples: Sequence[TokenizedSession]) -> list[Trajectory]:
+        for each in examples:
+            self._calls.update(rendered=each.rendered, foreign=each.foreign)
+        return [each.trajectory for each in examples]
+
+    def prepare(self, sessions: Sequence[Session], form: Form) -> tuple[list[TokenizedSession], list[Rejection]]:
+        """The sessions that have a reward, or parts of them, in the form that is learned from, and those that cannot
+        be."""
+        found: list[TokenizedSession] = []
+        rejected: list[Rejection] = []
+        weights = self.algorithm.reward_weights
+        for session in (part for each in sessions for part in divided(each, form, self.tokenizer.target)):
+            made, score = self.tokenizer(session), session.score(weights)
+            if isinstance(made, Rejection) or isinstance(score, Rejection):
+                rejected.append(made if isinstance(made, Rejection) else score)  # pyright: ignore[reportArgumentType]
+            elif form == "importance" and not made.logprobs:
+                message = 'of its calls no log-probabilities in tokens of this model are known; method="awr" learns'
+                rejected.append(Rejection(made.trajectory.rollout_id, NO_LOGPROBS, f"{message} from it"))
+            else:
+                own = replace(made.trajectory, weights=weights)
+                kept = own if form in ("importance", "recorded") else without_probabilities(own)
+                found.append(replace(made, trajectory=kept))
+        return found, rejected
+
+    def _in_form(
+        self, form: Form, refused: Sequence[Rejection] = (), why: Sequence[str] = ()
+    ) -> list[TokenizedSession]:
+        """The sessions in a form, but not those that the algorithm has `refused`. Says how many, or `why` these."""
+        found, rejected = self.prepare(self.sessions, form)
+        check_any(found, rejected)
+        left_out = {each.rollout_id for each in refused}
+        found = [each for each in found if each.trajectory.rollout_id not in left_out]
+        notes = [*why] or [f"{self.algorithm.name}: {len(found)} sessions"]
+        if form != "whole" and (several := sum(bool(each.rewards) for each in self.sessions)):
+            notes.append(f"{several} sessions hold several rewards; each belongs to the calls since the one before it")
+        if foreign := sum(each.foreign for each in found):
+            notes.append(f"{foreign} calls have tokens of another tokenizer; their text is rendered anew")
+        self._report(len(found), [*rejected, *refused], notes)
+        return found
+
+    def _report(self, number: int, rejected: Iterable[Rejection], notes: Sequence[str]) -> None:
+        self.data.sessions = number
+        self.reject(rejected)
+        for note in (*notes, *describe_notes(self.tokenizer.counts)):
+            self.say(note)
+
+    def _demonstrations(self, algorithm: SFTAlgorithm) -> None:
+        found = algorithm.dataset
+        if algorithm.reads_sessions:
+            default: Any = self.data.sources.get("dataset") or {"threshold": self.settings.success_threshold}
+            query: Any = algorithm.dataset or TrajectoryQuery(None, **default)
+            found, left_out = successful(self.sessions, query)
+            self.data.left_out.update(left_out)
+        self.algorithm = algorithm.on(found)
+
+    def _successes(self, algorithm: RejectionSampling, why: Sequence[str] = ()) -> list[TokenizedSession]:
+        made, bound = self._in_form("rejection", why=why), algorithm.config.success_threshold
+        chosen = [each for each in made if algorithm.is_success(each.trajectory)]
+        if not chosen:
+            raise DatasetError(
+                f"none of {len(made)} sessions has a reward of {bound:g} or more; lower success_threshold"
+            )
+        self.data.sessions = len(chosen)
+        return chosen
+
+    def _preferences(self, algorithm: DPO) -> list[TokenizedSession]:
+        if algorithm.reads_sessions:
+            made = [replace(each, trajectory=_by_prompt(each.trajectory)) for each in self._in_form("awr")]
+        else:
+            records = load_preferences(algorithm.data)
+            found, rejected = to_preferences(records, self.tokenizer)
+            if not found:
+                raise DatasetError(
+                    f"none of {len(records)} preference pairs can be learned from"
+                    f" ({describe_reasons(count_reasons(rejected))}). The first: {rejected[0].rollout_id}:"
+                    f" {rejected[0].message}"
+                )
+            pairs = len(found) // 2
+            self._report(pairs, rejected, [f"{algorithm.name}: {pairs} preference pairs"])
+            made = [TokenizedSession(each) for each in found]
+        algorithm.check_data([each.trajectory for each in made], algorithm.config.target_agent)
+        return made
+
+    def _by_method(self, algorithm: LightningRL) -> list[TokenizedSession]:
+        config = algorithm.config
+        self.sessions = [self.tokenizer.read(each) for each in self.sessions]
+        found, rejected = self.prepare(self.sessions, "recorded")
+        check_any(found, rejected)
+        sampled = [each.trajectory for each in found if each.logprobs]
+        refused = algorithm.rejections(sampled, config.target_agent) if sampled else []
+        method, why = self.choose_method(found, len(sampled) - len(refused))
+        self.data.method = method
+        if method == "rejection":
+            names = ("steps", "tasks_per_step", "target_agent", "reward_weights", "optimizer")
+            shared: dict[str, Any] = {name: getattr(config, name) for name in names}
+            bound = self.settings.success_threshold
+            self.algorithm = learner = RejectionSampling(group_size=1, success_threshold=bound, **shared)
+            return self._successes(learner, why)
+        by_ratio = method == "importance"
+        self.algorithm = with_loss(algorithm, self.data.given, by_ratio)
+        return self._in_form(method, refused if by_ratio else (), why)
+
+    def choose_method(self, found: Sequence[TokenizedSession], known: int) -> tuple[Method, list[str]]:
+        """The method that the data has what it needs for, and why: of the sessions that were `found`, `known` have
+        log-probabilities. Raises DatasetError, saying what is missing."""
+        trajectories, weights = [each.trajectory for each in found], self.algorithm.reward_weights
+        groups = [[each.score or 0.0 for each in group] for group in group_trajectories(trajectories)]
+        singles = [group[0] for group in groups if len(group) == 1]
+        varied = self.settings.follow
+        varied = varied or any(spread(group) > SMALLEST_SPREAD for group in (*groups, singles) if group)
+        ids, bound = {each.rollout_id for each in trajectories}, self.settings.success_threshold
+        own = [each for each in self.sessions if each.rollout.rollout_id in ids]
+        parts = [part for each in own for part in divided(each, "rejection", self.tokenizer.target)]
+        wins = sum(reward >= bound for part in parts if (reward := part.reward(weights)) is not None)
+        method, tasks = self.data.method or self.settings.method, len(groups)
+        if method == "importance" and not known:
+            raise DatasetError(
+                f'method="importance" needs log-probabilities of the sampler, and none of {len(found)} sessions has'
+                ' them in tokens of this model: record through the gateway with this model, or use method="awr"'
+            )
+        if method in ("importance", "awr") and not varied:
+            raise DatasetError(
+                f'method="{method}" learns from differences in reward, and the sessions of each of {tasks} tasks'
+                ' have the same one; record more of the same task, or use method="rejection"'
+            )
+        if method == "auto" and varied:
+            method = "importance" if known * 2 >= len(found) else "awr"
+        elif method in ("auto", "rejection"):
+            method = "rejection"
+            if not wins:
+                raise DatasetError(
+                    f"the sessions of each of {tasks} tasks have the same reward, and none of {len(found)} has"
+                    f" {bound:g} or more: there is nothing to prefer. Record sessions that differ, or lower"
+                    " success_threshold"
+                )
+        notes = [
+            f"LightningRL learns by {METHODS[method]}: {len(found)} sessions of {tasks} tasks, {known} of them"
+            f" with log-probabilities, {wins} with a reward of {bound:g} or more"
+        ]
+        if singles:
+            notes.append(f"{len(singles)} tasks have one session each; their baseline is the mean of such sessions")
+        return method, notes
+
+    # -- batches -------------------------------------------------------------------------------------------------------
 
     async def next(self, request: RolloutRequest) -> Collected:
         """See `RolloutSource.next`. Sampling parameters and timeouts do not apply to what was recorded."""
         started = time.monotonic()
-        batch = await self._arrived(request) if self.recorded.settings.follow else self._of_epoch(request)
+        batch = await self._arrived(request) if self.settings.follow else self._of_epoch(request)
         usable, rejected = await checked(batch, request.check)
         self.reject(rejected)
+        if self.settings.follow:
+            self.data.sessions = len(set(self.data.source["learned"]) - self.data.rejected.keys())
         return Collected(usable, rejected=rejected, seconds=time.monotonic() - started)
 
     async def recall(self, *_: object) -> tuple[Trajectory, ...]:
@@ -351,8 +350,8 @@ class RecordedSource(Struct):
         if not left or not self._groups:
             epoch += not left
             rng = random.Random(f"{self.seed}/{epoch - 1}")
-            pools_singles = not isinstance(self.plan.algorithm, DPO | RejectionSampling)
-            self._groups = chunks(self.plan.trajectories, request.group_size, rng, pools_singles=pools_singles)
+            pools_singles = not isinstance(self.algorithm, DPO | RejectionSampling)
+            self._groups = chunks(self._chosen, request.group_size, rng, pools_singles=pools_singles)
             rng.shuffle(self._groups)
         following = self._groups[-left:]
         chosen = following[: request.tasks]
@@ -361,7 +360,7 @@ class RecordedSource(Struct):
 
     async def _arrived(self, request: RolloutRequest) -> list[Trajectory]:
         """As many sessions as the request asks for, whatever their tasks. Raises NothingArrived after the timeout."""
-        wanted, timeout = request.tasks * request.group_size, self.recorded.settings.follow_timeout
+        wanted, timeout = request.tasks * request.group_size, self.settings.follow_timeout
         arrived = time.monotonic()
         while len(self._waiting) < wanted:
             if await self._read():
@@ -379,14 +378,13 @@ class RecordedSource(Struct):
 
     async def _read(self) -> bool:
         assert self.store is not None
-        assert self.plan.method is not None  # LightningRL alone follows a store (`check_recorded`).
+        assert self.data.method is not None  # LightningRL alone follows a store (`check_recorded`).
         waiting = (each.rollout_id for each in self._waiting)
         read = {_session(each) for each in (*self.data.source.get("learned", ()), *self.data.rejected, *waiting)}
         found = await read_sessions(self.store, known=read)
-        arrived, weights = replace(self.recorded, sessions=found.usable), self.plan.algorithm.reward_weights
-        usable, rejected = await asyncio.to_thread(arrived.prepare, self.plan.method, weights)
+        usable, rejected = await asyncio.to_thread(self.prepare, found.usable, self.data.method)
         self.reject([*found.rejected, *rejected])
-        self._waiting += [each.trajectory for each in usable]
+        self._waiting += self._counted(usable)
         return bool(usable)
 
     def say(self, text: str) -> None:
@@ -417,12 +415,12 @@ class RecordedSource(Struct):
         for line in lines:
             counts.update({name: int(line[name]) for name in SUMMED if line.get(name) is not None})
         return RecordedResult(
-            algorithm=self.plan.algorithm.name,
-            method=self.plan.method,
+            algorithm=self.algorithm.name,
+            method=self.data.method,
             sessions=self.data.sessions,
             left_out=dict(Counter(self.data.rejected.values()).most_common()) | self.data.left_out,
-            rendered_calls=sum(each.rendered for each in self.plan.examples),
-            foreign_calls=sum(each.foreign for each in self.plan.examples),
+            rendered_calls=self._calls["rendered"],
+            foreign_calls=self._calls["foreign"],
             metrics={name: value for name, value in (lines[-1] if lines else {}).items() if value is not None},
             counts=dict(counts),
             notes=tuple(self.data.notes),
@@ -495,20 +493,14 @@ async def open_recorded(
     if config.policy.model == TINY and not records:
         raise ConfigError("no model: give model=NAME to the trainer, such as smollm2-135m or a directory")
     await make_starting_policy(config, run_dir, Tasks(records), progress)
-    recorded = RecordedSessions(sessions.usable, await _tokenizer(config, run_dir, target), config.data, data)
-    made = await asyncio.to_thread(recorded.plan, algorithm)
-    measured = {"modes_val_and_test": sessions.measured} if sessions.measured else {}
-    if data.rollouts is None:
-        data.left_out = {**made.left_out, **measured}
-        if store is not None and not config.data.follow:
-            data.rollouts = [
-                each.rollout_id for each in (*(each.rollout for each in sessions.usable), *sessions.rejected)
-            ]
-    data.method, data.sessions = made.method, made.sessions or data.sessions
-    source = RecordedSource(made, recorded, progress, store, config.run.seed)
-    source.reject([*sessions.rejected, *made.rejected])
-    for note in made.notes:
-        source.say(note)
+    tokenizer, seed = await _tokenizer(config, run_dir, target), config.run.seed
+    source = RecordedSource(algorithm, sessions.usable, tokenizer, config.data, data, progress, store, seed)
+    source.reject(sessions.rejected)
+    await asyncio.to_thread(source.choose)
+    if sessions.measured:
+        data.left_out["modes_val_and_test"] = sessions.measured
+    if data.rollouts is None and store is not None and not config.data.follow:
+        data.rollouts = [each.rollout_id for each in (*(each.rollout for each in sessions.usable), *sessions.rejected)]
     return config, source
 
 

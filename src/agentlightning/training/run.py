@@ -20,8 +20,7 @@ from typing import Any
 import orjson
 from msgspec import Struct, field
 
-from agentlightning.algorithms.agents import without_calls
-from agentlightning.algorithms.base import Algorithm
+from agentlightning.algorithms.base import Algorithm, without_calls
 from agentlightning.algorithms.training import Collected, RolloutReport, RolloutRequest, Stage, Training
 from agentlightning.config import TrainConfig
 from agentlightning.credit.rejection import NO_POLICY_CALLS, Check, count_reasons
@@ -53,7 +52,7 @@ from agentlightning.training.report.result import (
 )
 from agentlightning.training.sources.collector import TEMPERATURES, RolloutCollector, Scores, evaluate_tasks, run_trials
 from agentlightning.training.sources.stream import RolloutStream
-from agentlightning.trajectory import RewardWeights, TrainingSample, Trajectory
+from agentlightning.trajectory import TrainingSample, Trajectory
 from agentlightning.util.plugins import calls_of
 from agentlightning.util.progress import Progress
 
@@ -112,10 +111,6 @@ class TrainingRun(Struct):
     @property
     def seed(self) -> int:
         return self.config.run.seed
-
-    @property
-    def reward_weights(self) -> RewardWeights:
-        return self.algorithm.reward_weights
 
     @property
     def resources(self) -> NamedResources:
@@ -308,7 +303,7 @@ class TrainingRun(Struct):
         given = {**self.resources, **resources}
         digest = hashlib.blake2b(named_resources.dump_json(given), digest_size=8).hexdigest()
         resources_id = await self.checkpoints.publisher.write(f"{label}-{digest}", sampling, resources=given)
-        collected, reports = await run_trials(self.collector, label, tasks, resources_id, self.reward_weights, metadata)
+        collected, reports = await run_trials(self.collector, label, tasks, resources_id, metadata)
         await self.count(collected)
         return reports
 
@@ -327,7 +322,7 @@ class TrainingRun(Struct):
         state.step += 1
         line: dict[str, Any] = {"step": state.step, **metrics}
         if state.recorded is None:
-            line = await asyncio.to_thread(step_line, state, collected, metrics, self.reward_weights)
+            line = await asyncio.to_thread(step_line, state, collected, metrics)
         if self.validation_is_due():
             results = await self.validate()
             if self.is_best(results):
@@ -447,7 +442,6 @@ class TrainingRun(Struct):
             name=name,
             resources_id=await self.checkpoints.publisher.write(name, {"temperature": TEMPERATURES[mode]}),
             mode="test" if held_out else "val",
-            reward_weights=self.reward_weights,
             strict=strict,
             scores=scores,
             on_progress=on_progress,

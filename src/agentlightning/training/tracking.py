@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import orjson
 from msgspec import Struct, structs
 
+from agentlightning.assemble import MOST_TEXT, said, text_of, transcript_of
 from agentlightning.config import TRACKERS, TrackingConfig
 from agentlightning.errors import MissingExtraError, StoreError
 from agentlightning.evaluation.evaluation import Evaluation
@@ -39,7 +40,7 @@ from agentlightning.training.callbacks import FinishedStep, NoState
 from agentlightning.training.governance import RunCallback
 from agentlightning.training.health.step_record import VALIDATION
 from agentlightning.training.persistence.run_dir import append_lines, flat_settings, forget_after, write_atomically
-from agentlightning.training.sources.collector import MOST_TEXT, read_recordings, said, text_of, transcript_of
+from agentlightning.training.sources.collector import read_recordings
 from agentlightning.trajectory import CallId, TrainingSample
 
 if TYPE_CHECKING:

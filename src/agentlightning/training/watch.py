@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from agentlightning.assemble import calls
+from agentlightning.assemble import calls, text_of
 from agentlightning.errors import AgentLightningError
 from agentlightning.rollouts import Rollout, RolloutStatus
 from agentlightning.store.base import LightningStoreBase
-from agentlightning.training.sources.collector import cause_of_failure, text_of
+from agentlightning.training.sources.collector import cause_of_failure
 from agentlightning.util.progress import Progress, RolloutCounts
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentlightning.credit import CreditContext, credit_rule
+from agentlightning.credit.base import CreditContext, credit_rule
 
 LENGTH, GROUP, GROUPS = 30, 8, 40
 DECISIVE = {"1 of 2": ((11,), 2), "3 of 2": ((4, 13, 22), 2), "1 of 4": ((17,), 4)}

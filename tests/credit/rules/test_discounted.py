@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from agentlightning.credit import CreditContext, DiscountedCredit, credit_rule, training_samples
+from agentlightning.credit import training_samples
+from agentlightning.credit.base import CreditContext, credit_rule
+from agentlightning.credit.rules import DiscountedCredit
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.trajectory import Trajectory, Transition
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.credit import CreditContext, credit_rule
+from agentlightning.credit.base import CreditContext, credit_rule
 from agentlightning.errors import RewardError
 from agentlightning.trajectory import Trajectory
 

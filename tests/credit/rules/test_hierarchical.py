@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentlightning.credit import CreditContext, CreditMemory, HierarchicalCredit, StateValueCredit, training_samples
+from agentlightning.credit import training_samples
+from agentlightning.credit.base import CreditContext, CreditMemory
+from agentlightning.credit.rules import HierarchicalCredit, StateValueCredit
 
 
 def test_without_a_critic_the_values_of_repeated_states_decide_and_elsewhere_the_return(make: Any) -> None:

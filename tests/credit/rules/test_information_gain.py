@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentlightning.credit import CreditContext, InformationGainCredit, credit_rule, rejections
+from agentlightning.credit import rejections
+from agentlightning.credit.base import CreditContext, credit_rule
+from agentlightning.credit.rules import InformationGainCredit
 from agentlightning.errors import ConfigError
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentlightning.credit import CreditContext, JudgeCredit, credit_rule, rejections, training_samples
+from agentlightning.credit import rejections, training_samples
+from agentlightning.credit.base import CreditContext, credit_rule
+from agentlightning.credit.rules import JudgeCredit
 from agentlightning.errors import ConfigError
 
 

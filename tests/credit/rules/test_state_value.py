@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.credit import CreditContext, CreditMemory, StateValueCredit, credit_rule
+from agentlightning.credit.base import CreditContext, CreditMemory, credit_rule
+from agentlightning.credit.rules import StateValueCredit
 from agentlightning.errors import ConfigError
 
 

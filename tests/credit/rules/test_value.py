@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.credit import CreditContext, ValueCredit, credit_rule, training_samples
+from agentlightning.credit import training_samples
+from agentlightning.credit.base import CreditContext, credit_rule
+from agentlightning.credit.rules import ValueCredit
 from agentlightning.errors import ConfigError
 
 number = st.floats(-2, 2)

@@ -11,7 +11,7 @@ from tests.support.provider import Reply
 from tests.support.provider_streams import response_answer, response_events
 
 from agentlightning import span as names
-from agentlightning.assemble.model_calls import calls
+from agentlightning.assemble import calls
 from agentlightning.errors import StoreFullError
 
 pytestmark = pytest.mark.integration

@@ -9,7 +9,7 @@ from tests.support.provider import Reply, chat_answer
 from tests.support.provider_streams import chat_events, messages_answer, response_answer
 
 from agentlightning import span as names
-from agentlightning.assemble.model_calls import calls
+from agentlightning.assemble import calls
 
 pytestmark = pytest.mark.integration
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -72,7 +73,8 @@ def test_rewards_are_summed_up_by_group_and_by_dimension():
         rollout("c", {"right": 1.0, "format": 1.0}, group="2"),
         rollout("d", {"right": 1.0, "format": 1.0}, group="2"),
     ]
-    metrics = batch_metrics(named, {"right": 1.0, "format": 0.5})
+    weights = {"right": 1.0, "format": 0.5}
+    metrics = batch_metrics([replace(each, weights=weights) for each in named])
     assert metrics["reward_of_right"] == 0.75
     assert metrics["reward_of_format"] == 0.5
     assert metrics["intermediate_reward"] == pytest.approx(0.75 / 4)

@@ -230,7 +230,7 @@ def test_following_learns_from_each_session_once_as_they_arrive(
     learning.algorithm = agl.LightningRL(tasks_per_step=1, group_size=4, optimizer=FAST)
     result = offline(learning.train(5, follow=True, follow_timeout=4.0))
     thread.join()
-    assert (result.recorded.method, result.steps) == ("importance", 2)
+    assert (result.recorded.method, result.steps, result.recorded.sessions) == ("importance", 2, 8)
     assert any("no session arrived" in note for note in result.recorded.notes)
 
 

@@ -14,7 +14,7 @@ from agentlightning.algorithms.training import RolloutRequest, Want
 from agentlightning.chat.hf import HFChatFormat
 from agentlightning.config import DataConfig
 from agentlightning.training.persistence.run_dir import RecordedData
-from agentlightning.training.recorded import NothingArrived, Plan, RecordedSessions, RecordedSource
+from agentlightning.training.recorded import NothingArrived, RecordedSource
 from agentlightning.trajectory import Trajectory
 from agentlightning.util.progress import Progress
 
@@ -58,23 +58,26 @@ async def test_sessions_are_put_into_tokens_once_and_what_the_template_cannot_wr
         await store.update_attempt(*place, status="succeeded")
     sessions = (await read_sessions(store)).usable
     tokenizer = Tokenizer(HFChatFormat(tiny_tokenizer(ENDLESS)), 10_000)
-    made = RecordedSessions(sessions, tokenizer, DataConfig(method=method), RecordedData()).plan(agl.LightningRL())
-    assert made.method == ("awr" if method == "auto" else method)
-    [note] = [each for each in made.notes if "end-of-sequence" in each]
+    data, progress = RecordedData(), Progress(enabled=False)
+    RecordedSource(agl.LightningRL(), sessions, tokenizer, DataConfig(method=method), data, progress, store, 0).choose()
+    assert data.method == ("awr" if method == "auto" else method)
+    [note] = [each for each in data.notes if "end-of-sequence" in each]
     assert note.startswith("3 answers")
     assert len(read) == 3
 
 
 async def test_what_is_left_of_a_session_when_a_run_that_follows_is_killed_is_learned_from_later() -> None:
     parts = [Trajectory(f"s part {number}", "at", (), reward=1.0, group="g") for number in (1, 2)]
-    plan, data = Plan(agl.LightningRL(), [TokenizedSession(each) for each in parts], method="awr"), RecordedData()
-    recorded = RecordedSessions([], Any, DataConfig(follow=True, follow_timeout=0.0), data)  # type: ignore[arg-type]
+    data, settings = RecordedData(method="awr"), DataConfig(follow=True, follow_timeout=0.0)
     store: Any = agl.LightningStore(":memory:")
 
     async def learned() -> list[str]:
-        source = RecordedSource(plan, recorded, Progress(enabled=False), store, seed=0)
+        tokenizer, progress = Tokenizer(HFChatFormat(tiny_tokenizer(ENDLESS)), 10_000), Progress(enabled=False)
+        source = RecordedSource(agl.LightningRL(), [], tokenizer, settings, data, progress, store, 0)
+        source.learn_from([TokenizedSession(each) for each in parts])
         return [each.rollout_id for each in (await source.next(RolloutRequest([Want()]))).trajectories]
 
     assert [await learned(), await learned()] == [["s part 1"], ["s part 2"]]
+    assert data.sessions == 2, "what was learned from, and not what was there at first"
     with pytest.raises(NothingArrived):
         await learned()

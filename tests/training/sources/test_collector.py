@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from agentlightning.assemble.model_calls import TokenLimits
+from agentlightning.assemble import TokenLimits
 from agentlightning.credit.rejection import Rejection
 from agentlightning.errors import Failure, TrainingStopped, UnknownTokensError
 from agentlightning.resources import ProxyLLM

@@ -123,7 +123,7 @@ async def test_an_exploited_rule_raises_the_automatic_reward_and_not_the_true_on
         rollout_id = await finished_with_tool(store, finish, tools, reward=0.0)
         trajectories, _ = await reader.read([RolloutPlan(rollout_id, None, "g")])
         collected = Collected(trajectories)
-        lines.append(step_line(RunState("r1"), collected, reward_metrics(collected, None), None))
+        lines.append(step_line(RunState("r1"), collected, reward_metrics(collected)))
     assert [line["reward"] for line in lines] == [0.0, 0.0, 0.0]
     assert [line["air_reward"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])
     assert [line["air_tool_succeeded"] for line in lines] == pytest.approx([0.1, 0.5, 2.5])

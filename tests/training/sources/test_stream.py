@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
+from agentlightning.algorithms.lightning_rl import LightningRL
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
 from agentlightning.config import Branching, CurriculumConfig, TurnLimit
 from agentlightning.errors import ConfigError, TrainingStopped
@@ -28,7 +29,7 @@ from agentlightning.store import InMemoryLightningStore
 from agentlightning.training.health.step_record import step_line
 from agentlightning.training.persistence.run_dir import RunState
 from agentlightning.training.sources.collector import RolloutCollector, TrajectoryReader
-from agentlightning.training.sources.stream import InFlightLimit, RolloutStream, check_staleness
+from agentlightning.training.sources.stream import InFlightLimit, RolloutStream
 
 BRANCHING = CurriculumConfig(branching=Branching(share=0.5, threshold=0.5, after="any"))
 TASKS = [{"n": n} for n in range(8)]
@@ -440,9 +441,9 @@ async def test_too_many_deaths_stop_the_run_before_slow_agents_finish(
 
 
 def test_more_staleness_than_steps_is_refused() -> None:
-    check_staleness(3, 3)
+    LightningRL(steps=3).check_staleness(3)
     with pytest.raises(ConfigError, match=r"run.max_staleness=4 is more than the 3 steps"):
-        check_staleness(4, 3)
+        LightningRL(steps=3).check_staleness(4)
 
 
 # -- the engine's load -----------------------------------------------------------------------------------------------
@@ -483,7 +484,7 @@ async def test_a_resumed_run_does_not_count_what_had_finished_in_its_speed(
     after = before.killed(step=0, version=0)
     again = await asyncio.wait_for(after.source.next(REQUEST), 10)
     assert again.sampled_before == again.sampled_tokens == first.sampled_tokens
-    line = step_line(after.state, again, {}, None)
+    line = step_line(after.state, again, {})
     assert (line["sampled_tokens"], line["tokens_per_second"]) == (first.sampled_tokens, 0.0)
 
 

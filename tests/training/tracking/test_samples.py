@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning.training.sources.collector import said
+from agentlightning.assemble import said
 
 CALL = {"type": "tool_call", "id": "call_1", "name": "calculator", "arguments": {"expression": "6*8", "digits": 2}}
 

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -35,7 +35,7 @@ from agentlightning.algorithms.apo.text import (
     schema_violation,
 )
 from agentlightning.algorithms.training import RolloutReport, Training
-from agentlightning.assemble import calls, steps
+from agentlightning.assemble import calls, said, steps
 from agentlightning.errors import ConfigError, MissingRewardError, ResumeError, TrainingStopped
 from agentlightning.resources import PromptTemplate
 from agentlightning.rewards.base import OPENAI, complete_chat, limited
@@ -228,17 +228,7 @@ def _events(spans: Sequence[Span]) -> Iterator[str]:
 
 def _messages(recorded: object) -> Iterator[str]:
     for message in recorded_objects(recorded):
-        parts = [_part(part) for part in message.get("parts") or ()]
-        yield f"{message.get('role', 'message')}: {' '.join(part for part in parts if part)}"
-
-
-def _part(part: Any) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    fields = cast("dict[str, Any]", part)
-    if fields.get("type") == "tool_call":
-        return f"calls {fields.get('name')}({as_text(fields.get('arguments'))})"
-    return as_text(fields.get("content", fields.get("response", "")))
+        yield f"{message.get('role', 'message')}: {said(message)}"
 
 
 # -- critic ----------------------------------------------------------------------------------------------------------

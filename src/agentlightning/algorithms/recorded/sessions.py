@@ -19,14 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from agentlightning import span as names
-from agentlightning.algorithms.agents import of_target
 from agentlightning.assemble import AUTOMATIC_REWARDS, calls, link_rewards, trajectory
 from agentlightning.chat.base import ChatFormat, Message
 from agentlightning.chat.messages import chat_messages, read_conversation
 from agentlightning.chat.reasoning import find_reasoning_markers, split_thought
 from agentlightning.chat.tool_calls.format import Tools
-from agentlightning.credit import is_target
-from agentlightning.credit.agent_rewards import names_of, team_score
+from agentlightning.credit import is_target, names_of, of_target
 from agentlightning.credit.rejection import (
     MISSING_REWARD,
     NO_TARGET_CALLS,
@@ -43,7 +41,7 @@ from agentlightning.span import Span
 from agentlightning.store.base import LightningStore, write_pending
 from agentlightning.store.trajectory_query import TrajectoryQuery
 from agentlightning.task import load_dataset, task_key
-from agentlightning.trajectory import Reward, Trajectory, Transition
+from agentlightning.trajectory import Reward, Trajectory, Transition, scalar_reward
 from agentlightning.util.json_values import recorded_objects
 
 PAGE = 1000
@@ -91,7 +89,7 @@ class Session:
     def score(self, weights: Any = None) -> float | Rejection:
         """Its reward as one number, or why it has none: dimensions without weights, say."""
         try:
-            found = team_score(self.trajectory, weights)
+            found = scalar_reward(self.trajectory.team_reward, weights)
         except RewardError as error:
             return rejection(self.rollout.rollout_id, error)
         way_out = "call agl.emit_reward in the session, or score recorded sessions with `agl rescore`"

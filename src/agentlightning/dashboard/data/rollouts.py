@@ -19,15 +19,14 @@ import orjson
 from msgspec import structs
 
 from agentlightning import span as names
-from agentlightning.assemble import calls, link_rewards, scalar_reward, steps
-from agentlightning.assemble.model_calls import has_failed, is_call
+from agentlightning.assemble import calls, has_failed, is_call, link_rewards, steps
 from agentlightning.errors import RewardError
 from agentlightning.rollouts import Attempt, Rollout
 from agentlightning.span import Span
 from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import task_key
 from agentlightning.tracing.rewards import get_reward_value
-from agentlightning.trajectory import Reward, RewardWeights
+from agentlightning.trajectory import Reward, RewardWeights, scalar_reward
 from agentlightning.util.json_values import Json, as_text, is_list, is_table, loads, recorded_objects
 
 K = TypeVar("K")

@@ -17,10 +17,16 @@ from typing import Any
 import orjson
 
 from agentlightning import span as names
-from agentlightning.algorithms.agents import AgentRoles
-from agentlightning.algorithms.lightning_rl import LightningRLConfig, assignment_of, shape_rewards
-from agentlightning.algorithms.step import most_uncertain, truncated_rollouts, without_weight
-from agentlightning.assemble.model_calls import is_call
+from agentlightning.algorithms.lightning_rl import (
+    AgentRoles,
+    LightningRLConfig,
+    assignment_of,
+    most_uncertain,
+    shape_rewards,
+    truncated_rollouts,
+    without_weight,
+)
+from agentlightning.assemble import is_call
 from agentlightning.config import TrainConfig
 from agentlightning.credit import Assignment, group_trajectories, training_samples
 from agentlightning.dashboard.data.rollouts import (
@@ -147,7 +153,7 @@ def _samples(
 ) -> list[TrainingSample]:
     target = config.target_agent
     shaped, _ = shape_rewards(trajectories, config, target)
-    groups = most_uncertain(group_trajectories(shaped), config.keep_groups, config.reward_weights)
+    groups = most_uncertain(group_trajectories(shaped), config.keep_groups)
     trains = AgentRoles(config.agents).trains
     samples, _ = training_samples(groups, assignment, aggregate=config.aggregate, target_agent=target, trains=trains)
     return without_weight(samples, truncated_rollouts(trajectories, target)) if config.mask_truncated else samples
@@ -382,7 +388,8 @@ class RunData:
     ) -> BatchCredit:
         if (known := self._credits.pop(key, None)) is None:
             turns = run.curriculum.turns
-            reader = TrajectoryReader(self.store, run.policy.name, turn_limit_reward=turns and turns.reward)
+            reward, weights = turns and turns.reward, config.reward_weights
+            reader = TrajectoryReader(self.store, run.policy.name, turn_limit_reward=reward, weights=weights)
             plans = [
                 RolloutPlan(each.rollout_id, each.input, group_of(each) or task_key(each.input))
                 for each in await self.by_ids(ids)

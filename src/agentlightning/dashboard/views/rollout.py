@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import orjson
 
 from agentlightning import span as names
-from agentlightning.assemble import calls, link_rewards, steps
-from agentlightning.assemble.model_calls import is_call
+from agentlightning.assemble import calls, is_call, link_rewards, steps
 from agentlightning.dashboard.data.rollouts import (
     AttemptIndex,
     Key,

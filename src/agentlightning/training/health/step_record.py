@@ -21,13 +21,12 @@ from msgspec import Struct
 from agentlightning.algorithms.training import Collected
 from agentlightning.assemble import AUTOMATIC_REWARDS, SEEDED_CALLS
 from agentlightning.credit import group_trajectories
-from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.base import SMALLEST_SPREAD, spread
 from agentlightning.credit.rejection import count_reasons
 from agentlightning.errors import RewardError
 from agentlightning.policy.base import Metrics
 from agentlightning.training.persistence.run_dir import RunState
-from agentlightning.trajectory import RewardWeights, Trajectory
+from agentlightning.trajectory import Trajectory
 from agentlightning.util.json_values import dumps
 
 DIMENSION = "reward_of_"
@@ -223,12 +222,12 @@ Output = tuple[tuple[int, ...], ...]
 """The sampled tokens of a rollout, call by call."""
 
 
-def batch_metrics(trajectories: Sequence[Trajectory], reward_weights: RewardWeights = None) -> Metrics:
+def batch_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Metrics of a batch, with the names of `StepRecord`. Whatever cannot be computed is left out."""
     if not trajectories:
         return {}
     groups = group_trajectories(trajectories)
-    rewards = [[score_of(each, reward_weights) for each in group] for group in groups]
+    rewards = [list(map(score_of, group)) for group in groups]
     known = [[each for each in group if each is not None and math.isfinite(each)] for group in rewards]
     batch = [reward for group in known for reward in group]
     found: dict[str, float] = {f"groups_{cause}": 0.0 for cause in CAUSES}
@@ -247,10 +246,10 @@ def batch_metrics(trajectories: Sequence[Trajectory], reward_weights: RewardWeig
     return {**found, **_named(trajectories), **_outputs(trajectories, groups)}
 
 
-def score_of(trajectory: Trajectory, weights: RewardWeights) -> float | None:
+def score_of(trajectory: Trajectory) -> float | None:
     """The reward of a rollout as one number; None where it is missing, or cannot be made one."""
     try:
-        return team_score(trajectory, weights)
+        return trajectory.score
     except RewardError:
         return None
 
@@ -320,7 +319,7 @@ def repeated_ngrams(tokens: Sequence[int]) -> float:
 # -- step -----------------------------------------------------------------------------------------------------------
 
 
-def step_line(state: RunState, collected: Collected, metrics: Metrics, reward_weights: RewardWeights) -> dict[str, Any]:
+def step_line(state: RunState, collected: Collected, metrics: Metrics) -> dict[str, Any]:
     """A line of `metrics.jsonl`: the algorithm's metrics, and what the run knows of the step's rollouts."""
     reasons, tokens = count_reasons(collected.rejected), collected.sampled_tokens
     automatic = defaultdict[str, float](float)
@@ -331,7 +330,7 @@ def step_line(state: RunState, collected: Collected, metrics: Metrics, reward_we
     place = {"step": state.step, "revision": state.revision, "stage": len(state.stages)}
     return {
         **{name: number for name, number in place.items() if number},
-        **batch_metrics(collected.trajectories, reward_weights),
+        **batch_metrics(collected.trajectories),
         **metrics,
         "rollouts": state.rollouts,
         "failed": len(collected.failed),

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from agentlightning import span as names
+from agentlightning.assemble import said, transcript_of
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.evaluation.evaluation import Evaluation, gain_of
 from agentlightning.evaluation.intervals import Gain
@@ -34,7 +35,7 @@ from agentlightning.training.persistence.run_dir import (
     unfinished,
     whole_lines,
 )
-from agentlightning.training.sources.collector import cause_of_failure, said, transcript_of
+from agentlightning.training.sources.collector import cause_of_failure
 from agentlightning.util.event_loop import run_sync
 from agentlightning.util.frozen_struct import FrozenStruct, as_dataclass
 from agentlightning.util.json_values import as_text, dumps, loads

@@ -16,15 +16,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar
 
-from agentlightning import span as names
 from agentlightning.algorithms.recorded.sessions import group_of, succeeded
 from agentlightning.algorithms.training import Collected, RolloutReport
-from agentlightning.assemble import TURN_LIMIT_REACHED, calls, trajectory
-from agentlightning.assemble.model_calls import NO_LIMITS, TokenLimits
-from agentlightning.credit.agent_rewards import team_reward, team_score
-from agentlightning.credit.assignment import unrewarded
+from agentlightning.assemble import NO_LIMITS, TURN_LIMIT_REACHED, TokenLimits, calls, trajectory
+from agentlightning.credit import unrewarded
 from agentlightning.credit.rejection import (
     FAILED,
     REJECTING,
@@ -54,7 +51,6 @@ from agentlightning.store.base import ROLLOUTS_PER_READ, LightningStoreBase
 from agentlightning.tracing.air import AutomaticRewards
 from agentlightning.tracing.rewards import check_reward
 from agentlightning.trajectory import Reward, RewardWeights, Trajectory
-from agentlightning.util.json_values import dumps, recorded_objects
 
 # -- trajectories -----------------------------------------------------------------------------------------------------
 
@@ -97,6 +93,8 @@ class TrajectoryReader:
     """Rules whose rewards are added to the attempts that are read, and recorded in the store. None: no rules."""
     turn_limit_reward: float | None = None
     """The reward of rollouts that ended at their limit of turns without one of their own."""
+    weights: RewardWeights = None
+    """Of the named dimensions of rewards."""
 
     async def read(
         self, plans: Sequence[RolloutPlan], check: Check | None = None, rewards: Mapping[str, float] = NO_REWARDS
@@ -131,7 +129,7 @@ class TrajectoryReader:
                 continue
             ended_early = read.reward is None and TURN_LIMIT_REACHED in read.metadata
             reward = rewards.get(key, self.turn_limit_reward if ended_early else read.reward)
-            assembled.append(replace(read, reward=reward, task=plan.task))
+            assembled.append(replace(read, reward=reward, task=plan.task, weights=self.weights))
         return assembled, found
 
 
@@ -147,12 +145,7 @@ async def checked(found: Sequence[Trajectory | Rejection], check: Check | None) 
     )
 
 
-# -- transcripts -----------------------------------------------------------------------------------------------------
-
-# What a rollout said, as text: the messages of its last model call, and its output.
-
-MOST_TEXT = 2000
-"""Characters of a task, a conversation or an output."""
+# -- recordings ------------------------------------------------------------------------------------------------------
 
 
 async def read_recordings(store: LightningStoreBase, rollout_ids: Sequence[str]) -> dict[str, RolloutReport]:
@@ -179,40 +172,6 @@ async def apply_reward(
     invocation = Invocation(attempted, {} if resources is None else resources.resources, task=rollout.input)
     value = await asyncio.to_thread(function.start, invocation, attempt.metadata.get("output"), spans=spans)
     return check_reward(await value if inspect.isawaitable(value) else value, function.source)
-
-
-def transcript_of(spans: Sequence[Span]) -> tuple[Mapping[str, Any], ...]:
-    """The messages of the last model call and its answer; empty where there is none."""
-    made = calls(spans)
-    recorded = [made[-1].attributes.get(name) for name in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES)] if made else []
-    return tuple(message for each in recorded for message in recorded_objects(each))
-
-
-def text_of(value: Any) -> str:
-    """A task or an output as text."""
-    return (value if isinstance(value, str) else _json(value))[:MOST_TEXT]
-
-
-def _json(value: Any) -> str:
-    return dumps(value, default=repr).decode()
-
-
-def said(message: Mapping[str, Any], between: str = " ") -> str:
-    """What a message says: its texts, tool calls as `name(argument=value)` and their results, other parts as JSON."""
-    return between.join(_part(part) for part in message.get("parts") or () if isinstance(part, Mapping))
-
-
-def _part(part: Mapping[str, Any]) -> str:
-    if part.get("type") == "tool_call":
-        given = part.get("arguments")
-        if isinstance(given, Mapping):
-            given = ", ".join(f"{name}={_json(value)}" for name, value in cast("Mapping[str, Any]", given).items())
-        return f"{part.get('name')}({'' if given is None else text_of(given)})"
-    if part.get("type") == "tool_call_response":
-        return text_of(part.get("response"))
-    if "content" in part:
-        return str(part["content"])
-    return text_of({name: value for name, value in part.items() if name != "type"})
 
 
 # -- recorded --------------------------------------------------------------------------------------------------------
@@ -487,7 +446,6 @@ async def evaluate_tasks(
     mode: RolloutMode = "val",
     repeats: int = 1,
     rollout_ids: Sequence[str] | None = None,
-    reward_weights: RewardWeights,
     strict: bool = True,
     scores: Scores | None = None,
     on_progress: Callable[[int], None] | None,
@@ -512,7 +470,7 @@ async def evaluate_tasks(
         plans,
         resources_id=resources_id,
         mode=mode,
-        check=None if scores is not None else lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
+        check=None if scores is not None else without_any_reward,
         max_failed_share=None if strict else 1.0,
         max_rejected_share=1.0,
         on_progress=on_progress,
@@ -527,7 +485,7 @@ async def evaluate_tasks(
     if scores is not None:
         known = await scores([each.rollout_id for each in collected.trajectories])
     else:
-        known = {each.rollout_id: team_score(each, reward_weights) for each in collected.trajectories}
+        known = {each.rollout_id: each.score for each in collected.trajectories}
     rewards = {each.group: known.get(each.rollout_id) for each in collected.trajectories}
     found = [rewards.get(plan.group) for plan in plans]
     return Evaluation.of_rollouts(
@@ -537,7 +495,9 @@ async def evaluate_tasks(
     )
 
 
-NO_REWARD = f"it has no reward: {WITHOUT_REWARD}"
+def without_any_reward(trajectories: Sequence[Trajectory]) -> list[Rejection]:
+    """Rejects what cannot be measured."""
+    return unrewarded(trajectories, f"it has no reward: {WITHOUT_REWARD}")
 
 
 # -- trials ----------------------------------------------------------------------------------------------------------
@@ -550,22 +510,17 @@ async def run_trials(
     label: str,
     tasks: Mapping[str, Any],
     resources_id: str,
-    reward_weights: RewardWeights,
     metadata: Mapping[str, Any] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Collected, list[RolloutReport]]:
     """One rollout of each task; ids begin with `label` and the key of the task. However many fail, the rest counts."""
     plans = [RolloutPlan(f"{label}-{name}", task, name, metadata or {}) for name, task in tasks.items()]
     collected = await collector.collect(
-        plans,
-        resources_id=resources_id,
-        check=lambda trajectories: unrewarded(trajectories, reward_weights, NO_REWARD),
-        max_failed_share=1.0,
-        on_progress=on_progress,
+        plans, resources_id=resources_id, check=without_any_reward, max_failed_share=1.0, on_progress=on_progress
     )
     outcomes: dict[str, dict[str, Any]] = {each.rollout_id: {"failure": each.message} for each in collected.rejected}
     for each in collected.trajectories:
-        outcomes[each.rollout_id] = {"score": team_score(each, reward_weights), "reward": team_reward(each)}
+        outcomes[each.rollout_id] = {"score": each.score, "reward": each.team_reward}
     ids = [*outcomes, *(each.rollout_id for each in collected.failed)]
     reports: dict[str, RolloutReport] = {}
     for rollout_id, found in (await read_recordings(collector.store, ids)).items():

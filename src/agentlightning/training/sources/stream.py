@@ -28,12 +28,11 @@ from typing import Any
 from msgspec import Struct, field
 
 from agentlightning.algorithms.training import BranchPoint, Collected, RolloutRequest, Want
-from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED
+from agentlightning.assemble import REPLAY_MISMATCHES, REPLAYED_CALLS, TURN_LIMIT, TURN_LIMIT_REACHED, transcript_of
 from agentlightning.config import Branching, CurriculumConfig
 from agentlightning.credit import group_trajectories
-from agentlightning.credit.agent_rewards import team_score
 from agentlightning.credit.rejection import MISSING_REWARD, Check, Rejection, rejection
-from agentlightning.errors import ConfigError, DatasetError, MissingRewardError, NotFoundError, RewardError
+from agentlightning.errors import DatasetError, MissingRewardError, NotFoundError, RewardError
 from agentlightning.policy.learner import Learner, age, updates_of
 from agentlightning.rewards.judges import JudgedRollout
 from agentlightning.rollouts import BRANCH, Rollout
@@ -41,14 +40,8 @@ from agentlightning.store.base import LightningStoreBase
 from agentlightning.task import tasks_of_step
 from agentlightning.tracing.rewards import check_reward
 from agentlightning.training.persistence.run_dir import RunState, TaskRecord
-from agentlightning.training.sources.collector import (
-    RolloutCollector,
-    RolloutPlan,
-    checked,
-    read_recordings,
-    transcript_of,
-)
-from agentlightning.trajectory import Reward, RewardWeights, Trajectory, Transition
+from agentlightning.training.sources.collector import RolloutCollector, RolloutPlan, checked, read_recordings
+from agentlightning.trajectory import Reward, Trajectory, Transition
 from agentlightning.util.event_loop import in_background
 from agentlightning.util.progress import Progress
 
@@ -415,8 +408,6 @@ class RolloutStream(Struct):
     """Updates by which a token may be older than the weights that learn from it."""
     total_steps: int = 1
     """No groups are started for later steps, unless one asks for them."""
-    reward_weights: RewardWeights = None
-    """The weights of the named dimensions of a reward."""
     group_reward: GroupReward | None = None
     """A function of a group, whose rewards replace those of its rollouts."""
     limit: InFlightLimit = field(default_factory=InFlightLimit)
@@ -720,7 +711,7 @@ class RolloutStream(Struct):
         if self._order is not None:
             rewards: dict[str, list[float]] = {}
             for trajectory in collected.trajectories:
-                reward = team_score(trajectory, self.reward_weights)
+                reward = trajectory.score
                 if reward is not None and math.isfinite(reward):
                     rewards.setdefault(trajectory.group, []).append(reward)
             for group in chosen:
@@ -813,12 +804,3 @@ class RolloutStream(Struct):
 
 def _plans_of(groups: Iterable[Group]) -> list[RolloutPlan]:
     return [plan for group in groups for plan in group.plans]
-
-
-def check_staleness(max_staleness: int, total_steps: int) -> None:
-    """Raises ConfigError where rollouts would have to run for more steps than there are."""
-    if max_staleness > total_steps:
-        raise ConfigError(
-            f"run.max_staleness={max_staleness} is more than the {total_steps} steps of the run; use at most"
-            f" {total_steps}, or more steps (algorithm.steps)"
-        )
