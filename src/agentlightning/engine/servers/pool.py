@@ -239,8 +239,8 @@ class Replica(Server):
     def __init__(self, server: HttpModelServer, process: VllmProcess | None = None) -> None:
         super().__init__(server.url)
         self.server, self.process = server, process
-        self.weights: WeightSource | None = None
-        """What it was given; None: what it was started with, or nobody knows."""
+        self.version = 0
+        """Version of its weights."""
         self.label: str | None = None
         self.failure = ""
         """Why it is not up, or its last check failed."""
@@ -252,11 +252,6 @@ class Replica(Server):
         self.transfer_failures = 0
         self.transfer_interrupted = False
         """Whether a transfer to it was interrupted since it last got complete weights."""
-
-    @property
-    def version(self) -> int:
-        """Version of its weights."""
-        return 0 if self.weights is None else self.weights.version
 
     def cancel_requests(self) -> None:
         """Let its running requests continue elsewhere."""
@@ -283,25 +278,11 @@ class Replica(Server):
             sender.abort()  # Nobody waits for it any more.
             raise
 
-    async def set_adapters(self, wanted: Mapping[str, Adapter]) -> None:
-        """Load those of these adapters that it lacks, by served name, and unload others that we have loaded. Raises
-        ModelServerError, or ConfigError if it takes no adapters."""
-        if not (wanted or self.adapters):
-            return
-        present = (await self.server.model_info()).adapters
-        for name in self.adapters.keys() - wanted.keys():
-            del self.adapters[name]
-            try:
-                await (self.server.unload_adapter(name) if name in present else asyncio.sleep(0))
-            except AgentLightningError as error:  # It takes memory until the server ends, and answers no call.
-                log.warning("the adapter %s could not be unloaded: %s", name, error)
-        for name, adapter in wanted.items():
-            if adapter.directory is None and name not in present:
-                message = f"{self.url} has no adapter {name!r}: its trainer has not loaded it yet"
-                raise ModelServerError(message, retryable=True)
-            if adapter.directory is not None and (self.adapters.get(name) is not adapter or name not in present):
-                await self.server.load_adapter(name, adapter.directory)
-                self.adapters[name] = adapter
+    async def load(self, adapter: Adapter) -> None:
+        """Raises ModelServerError, or ConfigError if it takes no such adapter."""
+        assert adapter.directory is not None
+        await self.server.load_adapter(adapter.served_name, adapter.directory)
+        self.adapters[adapter.served_name] = adapter
 
 
 # -- pool --------------------------------------------------------------------------------------------------------------
@@ -535,13 +516,17 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         served_name = name if version is None else f"{name}@{version}.{self._run}"
         if version is None:
             version = self.adapters[name].version + 1 if name in self.adapters else 0
-        before, new = self.served, Adapter(name, served_name, version, Path(directory))
+        new = Adapter(name, served_name, version, Path(directory))
         async with self.lock:
-            self.served = {**before, served_name: new}
-            for error in await self.update_replicas():
-                if not can_fail and (isinstance(error, ConfigError) or not self.up):
-                    self.served = before
+            up = self.up
+            results = await asyncio.gather(*(replica.load(new) for replica in up), return_exceptions=True)
+            failed = [(replica, error) for replica, error in zip(up, results, strict=True) if error is not None]
+            for _, error in failed:
+                if not can_fail and (isinstance(error, ConfigError) or len(failed) == len(up)):
                     raise error
+            self.served[served_name] = new
+            for replica, error in failed:
+                self.evict(replica, f"it could not load the adapter {served_name}: {error}")
         await self.wait_for_up()
         self.remove_unused()
         return AdapterView(self, name, name)
@@ -559,29 +544,37 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
             if newest[old.name] is old or old.calls or self.is_used_elsewhere(old.served_name):
                 continue
             del self.served[old.served_name]
-            if old.directory is not None:
-                task = asyncio.create_task(self._remove(old.directory))
-                self._removals.add(task)
-                task.add_done_callback(self._removals.discard)
+            task = asyncio.create_task(self._remove(old))
+            self._removals.add(task)
+            task.add_done_callback(self._removals.discard)
 
-    async def _remove(self, directory: Path) -> None:
-        """Unload what is no longer wanted, and remove the files of an adapter. A server that is down keeps its note of
-        the adapter, and unloads it when it recovers."""
+    async def _remove(self, old: Adapter) -> None:
+        try:
+            await self._unload(old)
+        except AgentLightningError as error:  # It takes memory until the server ends, and answers no call.
+            log.warning("the adapter %s could not be unloaded: %s", old.served_name, error)
+        if old.directory is not None:
+            await asyncio.to_thread(shutil.rmtree, old.directory, ignore_errors=True)
+
+    async def _unload(self, adapter: Adapter) -> None:
+        name = adapter.served_name
         async with self.lock:
-            await self.update_replicas()
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            # A server that is down keeps its note of the adapter, and unloads it when it recovers.
+            holders = [replica for replica in self.up if replica.adapters.pop(name, None)]
+            await asyncio.gather(*(replica.server.unload_adapter(name) for replica in holders))
 
     async def unload_adapters(self) -> None:
         """Unload all adapters from servers that go on without us."""
         await asyncio.gather(*self._removals, return_exceptions=True)
-        self.served = {}
+        current, self.served = [*self.served.values()], {}
         if all(replica.process is not None for replica in self.replicas):
             return
         try:
-            async with asyncio.timeout(CLOSE_SECONDS), self.lock:
-                await self.update_replicas()
-        except TimeoutError:
-            log.warning("the adapters of this run could not be unloaded within %g s", CLOSE_SECONDS)
+            async with asyncio.timeout(CLOSE_SECONDS):
+                for each in current:
+                    await self._unload(each)
+        except (TimeoutError, AgentLightningError) as error:
+            log.warning("the adapters of this run could not be unloaded: %s", error)
 
     @property
     def adapters(self) -> dict[str, Adapter]:
@@ -629,60 +622,67 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         for old in list(self.labels)[:-MAX_LABELS]:
             del self.labels[old]
 
-    async def update_replicas(self) -> list[Exception]:
-        """Give the servers that are up the weights and adapters that they lack, while `lock` is held. One that does not
-        take them samples nothing until it has them; returns their errors."""
-        errors = await asyncio.gather(*map(self._update, self.up))
+    async def update_replicas(self) -> None:
+        """Give the servers that are up the target weights, while `lock` is held. One that does not take them samples
+        nothing until it has them."""
+        await asyncio.gather(*map(self._update, self.up))
         if self.weights is not None:
             self.weight_version = self.weights.version
-        return [error for error in errors if error is not None]
 
-    async def _update(self, replica: Replica) -> Exception | None:
+    async def _update(self, replica: Replica) -> None:
         transfer = replica.takes_transfers
         try:
-            await self.catch_up(replica, transfer)
+            await self._load_weights(replica, transfer)
         except Exception as error:  # noqa: BLE001 - whatever one server answers, the others go on
             # It may hold a mix of old and new weights, so nobody samples there until it has the new ones.
             self.evict(replica, _reason(error))
             if transfer and not replica.takes_transfers:
                 log.warning("model server %s gets its weights from the disk from now on", replica.url)
-            return error
 
-    async def catch_up(self, replica: Replica, transfer: bool = False) -> None:
-        """Give a server the weights and adapters that it lacks, weights by `transfer` or from the disk, and unload
-        adapters that are no longer wanted. Raises PolicyError or ConfigError."""
-        target, label = self.weights, await replica.server.weight_label()
-        if target is None:
-            replica.weights = None
-            if label is not None:
-                self.labels.setdefault(label, 0)
-        elif replica.weights is not target or label not in (None, target.label):
-            label = await self._load_weights(replica, target, label, transfer)
-        replica.label = label
-        await replica.set_adapters(self.served)
-
-    async def _load_weights(
-        self, replica: Replica, target: WeightSource, label: str | None, transfer: bool
-    ) -> str | None:
-        """Give a server whose weights have this label others, unless another process does; returns their label."""
+    async def _load_weights(self, replica: Replica, transfer: bool = False) -> None:
+        """Give `replica` the target weights, by `transfer` or from the disk. Raises PolicyError or ConfigError."""
+        if (target := self.weights) is None:
+            return
         server, missing = replica.server, f"not {target.label}"
 
         def on_loaded() -> None:
-            replica.weights = target
+            replica.version = target.version
 
         if target.place is None:
             missing = f"and its trainer has not given it version {target.version} ({target.label}) yet"
+        elif transfer and target.lend is not None:
+            await replica.transfer(target.label, target.lend, on_loaded)
         else:
-            if transfer and target.lend is not None:
-                await replica.transfer(target.label, target.lend, on_loaded)
-            else:
-                await server.load_weights(await target.directory(), target.label, on_loaded)
-            replica.transfer_interrupted = False
-            label = await server.weight_label()
-        if label != target.label and (target.place is None or label is not None):
-            raise ModelServerError(f"{server.url} has weights {label}, {missing}", retryable=True)
+            await server.load_weights(await target.directory(), target.label, on_loaded)
+        replica.transfer_interrupted = False
+        replica.label = await server.weight_label()
+        if replica.label != target.label and (target.place is None or replica.label is not None):
+            raise ModelServerError(f"{server.url} has weights {replica.label}, {missing}", retryable=True)
         on_loaded()
-        return label
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Give a recovered server the weights and adapters it lacks, and unload adapters that are no longer wanted."""
+        label = await replica.server.weight_label()
+        if self.weights is None:
+            replica.version, replica.label = 0, label
+            if label is not None:
+                self.labels.setdefault(label, 0)
+        elif replica.version != self.weights.version or label not in (None, self.weights.label):
+            await self._load_weights(replica)
+        if not (self.served or replica.adapters):
+            return
+        present = (await replica.server.model_info()).adapters
+        for name in replica.adapters.keys() - self.served.keys():
+            if name in present:
+                await replica.server.unload_adapter(name)
+            del replica.adapters[name]
+        for name, adapter in [*self.served.items()]:
+            if adapter.directory is None:
+                if name not in present:
+                    message = f"{replica.url} has no adapter {name!r}: its trainer has not loaded it yet"
+                    raise ModelServerError(message, retryable=True)
+            elif replica.adapters.get(name) is not adapter or name not in present:
+                await replica.load(adapter)
 
     async def missing_adapters(self, replica: Replica) -> list[str]:
         """The adapters that a healthy server should have and has not. Raises as `HttpModelServer.model_info`."""
@@ -724,7 +724,7 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         self.mark_unhealthy(replica, reason)
         if replica.sender is not None:
             replica.sender.abort()
-        replica.weights, replica.label, replica.failure = None, None, reason
+        replica.version, replica.label, replica.failure = -1, None, reason
         replica.cancel_requests()
 
     async def check(self, replica: Replica) -> None:
@@ -758,7 +758,7 @@ class ReplicaPool(ServerSet[Replica], AgentEngines):
         # A process that waits for the rest of a transfer may wait forever, so it is restarted.
         if process is not None and (process.ended or replica.transfer_interrupted):
             replica.adapters.clear()
-            replica.weights, replica.label = None, None
+            replica.version, replica.label = -1, None
             await process.restart(await self.weights.directory() if self.weights else None)
             replica.transfer_interrupted = False
         await self._ask_health(replica)
