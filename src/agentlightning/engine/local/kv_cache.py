@@ -290,7 +290,8 @@ def round_to_block(length: int) -> int:
 # Prefix cache: keys and values of token prefixes in a radix tree, bounded in bytes, evicting the least recently used.
 #
 # Each node holds a run of tokens with their keys and values, and another may follow after any of these; what several
-# sequences share is stored once. Entries belong to the weights that computed them: there is a tree for each adapter, and whoever changes weights calls `clear`.
+# sequences share is stored once. Entries belong to the weights that computed them: there is a tree for each adapter,
+# and `clear` drops it when they change.
 
 Segment = list[Tensor]
 """Keys and values of a run of tokens: for each pool [layers x {key, value}, heads, tokens, dim]."""
