@@ -391,6 +391,9 @@ def modules_by_owner(learner: LocalLearner) -> dict[str, nn.Module]:
 class RankLearner(LocalLearner):
     """Every rank calls the same method with the same arguments. Raises what the parts below do."""
 
+    train = LocalLearner.update
+    """Under the name that an error gives the command."""
+
     def __init__(self, config: LocalPolicyConfig, ranks: Ranks) -> None:
         config, adapters = with_adapters_of(config)
         first, *others = ranks.gather(identity(config.model))
@@ -520,7 +523,7 @@ class FsdpPolicy(SeparatePolicy, LocalPolicy):
     async def train_apart(self, samples: Sequence[TrainingSample], options: UpdateOptions = UPDATE) -> Metrics:
         """See `SeparatePolicy.train_apart`. Raises RankError for a rank that ends or fails: the policy is of no
         more use then."""
-        metrics = await self._call("update", list(samples), options)
+        metrics = await self._call("train", list(samples), options)
         assert self.group.rank.learner is not None
         self._unpublished = list(dict.fromkeys([*self._unpublished, *self.group.rank.learner.changed]))
         return metrics
