@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from agentlightning.credit import training_samples
 from agentlightning.policy.base import UpdateOptions
 from agentlightning.policy.config import LocalPolicyConfig, Lora
-from agentlightning.policy.fsdp.learner import RankLearner, Ranks, ShardedUpdater
+from agentlightning.policy.fsdp.policy import RankLearner, Ranks, ShardedUpdater
 from agentlightning.policy.losses import COUNT, FACTOR, LOSSES, MARGIN, token_losses
 from agentlightning.policy.mismatch import corrections
 from agentlightning.policy.update.updater import LocalLearner, corrected, for_losses, normalized

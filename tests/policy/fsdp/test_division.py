@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.models import tiny_model
 
-from agentlightning.policy.fsdp.learner import divide
+from agentlightning.policy.fsdp.policy import divide
 from agentlightning.policy.update.forward import Forward
 from agentlightning.trajectory import Node, TokenTree, TrainingSample
 

@@ -77,15 +77,23 @@ _PLAUSIBLE = re.compile(r"[^\n{}\"]{0,200}\n?(?:```\w*\n?)?\Z")
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls(CallFormat):
-    """A JSON object, or a list of them, with a name and arguments, after `opening`; `closing` must follow."""
+    """After `opening`, which begins the answer's calls or each of them: a JSON object with a name and arguments, or a
+    list of these, and then `closing`; or, with a `head`, a name and the JSON object of its arguments (Mistral writes
+    either)."""
 
     name_key: str = "name"
     argument_keys: tuple[str, ...] = ("arguments",)
+    head: re.Pattern[str] | None = None
+    """Up to the arguments, with the groups `name`, and `id` where the model writes one."""
+    ends: tuple[str, ...] = ()
+    """Markers after the arguments, in order; those before the last may be absent."""
 
     def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
         body = skip_space(text, start)
         if body == len(text):
             raise IncompleteCall("nothing follows")
+        if self.head is not None and (self.ends or text[body] != "["):  # Of Mistral, it may be a list all the same.
+            return self._named_call(self.head, text, body)
         if text[body] not in "{[":
             raise MalformedCall("a call is a JSON object")
         end = after = value_end(text, body)
@@ -100,6 +108,21 @@ class JsonCalls(CallFormat):
     def _read(self, body: str) -> ParsedToolCall:
         call = object_call(body, self.argument_keys, name_key=self.name_key)
         return replace(call, id=None) if self.short_ids and call.id and not is_short_id(call.id) else call
+
+    def _named_call(self, head: re.Pattern[str], text: str, start: int) -> Calls:
+        if (found := head.match(text, start)) is None:
+            raise (IncompleteCall if _PLAUSIBLE.match(text, start) else MalformedCall)("it has no name")
+        groups = found.groupdict()
+        name = groups["name"] or groups.get("fenced")
+        if found.end() < len(text) and text[found.end()] != "{":
+            raise MalformedCall("arguments are a JSON object")
+        end = value_end(text, found.end())
+        if not is_utf8(name) or not name:
+            raise MalformedCall("a call has a name")
+        arguments, call_id = text[found.end() : end], groups.get("id")
+        for marker in self.ends:
+            end = expect(text, end, marker, *self.ends, optional=marker != self.ends[-1])
+        return (ParsedToolCall(name, arguments, call_id),), end
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,43 +165,6 @@ def _bare_call(text: str, start: int) -> tuple[ParsedToolCall, int]:
         raise MalformedCall("the object has other keys than a call")
     end = value_end(text, start)
     return object_call(text[start:end], _ARGUMENTS, _KEYS), end
-
-
-@dataclass(frozen=True, slots=True)
-class NamedCalls(CallFormat):
-    """A name, a separator and a JSON object. `opening` begins the answer's calls, or each of them."""
-
-    head: re.Pattern[str] = re.compile("")
-    """Up to the object, with the groups `name`, and `id` where the model writes one."""
-    ends: tuple[str, ...] = ()
-    """Markers after the object, in order; those before the last may be absent."""
-
-    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
-        start = skip_space(text, start)
-        if (found := self.head.match(text, start)) is None:
-            raise (IncompleteCall if _PLAUSIBLE.match(text, start) else MalformedCall)("it has no name")
-        groups = found.groupdict()
-        name = groups["name"] or groups.get("fenced")
-        if found.end() < len(text) and text[found.end()] != "{":
-            raise MalformedCall("arguments are a JSON object")
-        end = value_end(text, found.end())
-        if not is_utf8(name) or not name:
-            raise MalformedCall("a call has a name")
-        arguments, call_id = text[found.end() : end], groups.get("id")
-        for marker in self.ends:
-            end = expect(text, end, marker, *self.ends, optional=marker != self.ends[-1])
-        return (ParsedToolCall(name, arguments, call_id),), end
-
-
-@dataclass(frozen=True, slots=True)
-class Mistral(NamedCalls):
-    """A list of calls, or each as `name[ARGS]{...}`. Ids have nine letters and digits: in the list, or after
-    `[CALL_ID]`."""
-
-    def parse_call(self, text: str, start: int, tools: Tools) -> Calls:
-        if text.startswith("[", start := skip_space(text, start)):
-            return JsonCalls("", opening=self.opening, short_ids=True).parse_call(text, start, tools)
-        return NamedCalls.parse_call(self, text, start, tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +438,7 @@ class TaggedCalls(CallFormat):
         types = set(_types_of(schema, schema))
         if types and "string" not in types:
             return f"{lark.json(schema)} {lark.literal(after)}"
-        keywords = {key: value for key, value in _resolved(schema, schema).items() if key not in _IGNORED_KEYWORDS}
+        keywords = _keywords(schema, schema)
         if (values := [keywords["const"]] if "const" in keywords else keywords.get("enum")) is None:
             if not _accepts_any_text(keywords, schema):
                 raise NoGrammar
@@ -470,9 +456,14 @@ def _value_end(closing: str, parameter: str, call_end: str) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(closing)}(?=\s*(?:{re.escape(parameter)}|{re.escape(call_end)}))")
 
 
+def _keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that constrain values."""
+    return {key: value for key, value in _resolved(schema, root).items() if key not in _IGNORED_KEYWORDS}
+
+
 def _accepts_any_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
     """Whether every text is valid, as the string that it is parsed as."""
-    keywords = {key: value for key, value in _resolved(schema, root).items() if key not in _IGNORED_KEYWORDS}
+    keywords = _keywords(schema, root)
     for key in ("anyOf", "oneOf"):
         if keywords.keys() == {key}:
             texts = [choice for choice in keywords[key] if "string" in set(_types_of(choice, root))]
@@ -694,13 +685,13 @@ FORMATS: dict[str, CallFormat] = {
         Llama3("llama3", opening="<|python_tag|>"),
         Pythonic("pythonic", opening="<|python_start|>", end="<|python_end|>"),
         Pythonic("lfm2", opening="<|tool_call_start|>", end="<|tool_call_end|>", unmarked=()),
-        Mistral(
+        JsonCalls(
             "mistral",
             short_ids=True,
             opening="[TOOL_CALLS]",
             head=re.compile(r"(?P<name>[\w.\-/:]+)(?:\[CALL_ID\](?P<id>[0-9A-Za-z]{9}))?\[ARGS\]\s*"),
         ),
-        NamedCalls(
+        JsonCalls(
             "deepseek",
             unmarked=("call",),
             opening="<｜tool▁calls▁begin｜>",
@@ -711,7 +702,7 @@ FORMATS: dict[str, CallFormat] = {
             ),
             ends=("```", "<｜tool▁call▁end｜>"),
         ),
-        NamedCalls(
+        JsonCalls(
             "kimi",
             unmarked=("call",),
             opening="<|tool_calls_section_begin|>",

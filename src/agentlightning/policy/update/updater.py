@@ -59,7 +59,7 @@ from agentlightning.policy.model_loading import LARGE, SavedAgents
 from agentlightning.policy.update.forward import Forward
 from agentlightning.policy.update.optimizer import Optimizer, WeightAverage
 from agentlightning.policy.update.packing import TRAINED, IntArray, KeptTokens, MicroBatch, TokenTable, token_table
-from agentlightning.policy.update.value_head import NO_HEAD, ValueHead, reading
+from agentlightning.policy.update.value_head import NO_HEAD, ValueHead, read_values
 from agentlightning.trajectory import FloatArray, TokenTree, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -756,18 +756,18 @@ class LocalLearner:
 
     def read_weights(self, directory: Path) -> Callable[[], None]:
         """`read` without the state of the optimisers."""
-        load_values = reading(self.value_head, directory)
-        weights = checkpoint.read_model(directory, self.model).state_dict() if not self.by_name else {}
-        adapted = {
-            name: read_weights(adapter_directory(directory, name), adapter) for name, adapter in self.by_name.items()
-        }
+        found: list[tuple[Any, Mapping[str, Tensor] | None]] = [
+            (self.value_head, read_values(self.value_head, directory))
+        ]
+        for name, adapter in self.by_name.items():
+            found.append((adapter, read_weights(adapter_directory(directory, name), adapter)))
+        if not self.by_name:
+            found.append((self.model, checkpoint.read_model(directory, self.model).state_dict()))
 
         def load() -> None:
-            if not self.by_name:
-                self.model.load_state_dict(weights)
-            for name, adapter in self.by_name.items():
-                adapter.load_state_dict(adapted[name])
-            load_values()
+            for module, weights in found:
+                if weights is not None:
+                    module.load_state_dict(weights)
 
         return load
 

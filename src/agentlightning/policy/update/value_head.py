@@ -11,7 +11,6 @@ Shapes: N tokens, H hidden.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -76,20 +75,15 @@ class ValueHead(nn.Module):
         return read_tensors(path, "value head", self.state_dict()) if path.is_file() else None
 
 
-def reading(head: ValueHead | None, directory: Path) -> Callable[[], None]:
-    """What gives `head` the weights in a checkpoint. A head that the checkpoint lacks stays as it is, one that only the
-    checkpoint has is not used: both are logged. Raises as `ValueHead.read`, before anything changes."""
+def read_values(head: ValueHead | None, directory: Path) -> dict[str, Tensor] | None:
+    """The weights of `head` in a checkpoint. A head that the checkpoint lacks stays as it is, one that only the
+    checkpoint has is not used: both are logged. Raises as `ValueHead.read`."""
     weights = None if head is None else head.read(directory)
     if head is None and (directory / FILE).is_file():
         logger.warning("the value head in %s is not used: policy.value_head is not set", directory)
     if head is not None and weights is None:
         logger.warning("%s holds no value head: the policy's own continues, untrained if it is new", directory)
-
-    def load() -> None:
-        if head is not None and weights is not None:
-            head.load_state_dict(weights)
-
-    return load
+    return weights
 
 
 def _layers(config: ValueHeadConfig, size: int) -> nn.Sequential:

@@ -68,19 +68,15 @@ def _body(path: str, request: SampleRequest, stream: bool) -> dict[str, Any]:
 def _read_chunk(path: str, choice: Mapping[str, Any], limit: int) -> TokenChunk:
     """The tokens of a response, with the `limit` most likely at each position."""
     logprobs: Mapping[str, Any] = choice.get("logprobs") or {}
-    tops: list[list[tuple[int, float]]] = []
     if path == GENERATE:
         content: Sequence[Mapping[str, Any]] = logprobs.get("content") or ()
-        named = [entry["token_id"] for entry in content]
-        values = [entry["logprob"] for entry in content]
-        if limit:
-            tops = [[(top["token_id"], top["logprob"]) for top in entry["top_logprobs"]] for entry in content]
+        named, values = ([entry[name] for entry in content] for name in ("token_id", "logprob"))
+        tops = [[(top["token_id"], top["logprob"]) for top in entry["top_logprobs"]] for entry in content if limit]
     else:
         named = [_token_id(name) for name in logprobs.get("tokens") or ()]
         values = logprobs.get("token_logprobs") or ()
-        if limit:
-            entries: Sequence[Mapping[str, float]] = logprobs.get("top_logprobs") or ()
-            tops = [[(_token_id(name), value) for name, value in entry.items()] for entry in entries]
+        entries: Sequence[Mapping[str, float]] = (limit and logprobs.get("top_logprobs")) or ()
+        tops = [[(_token_id(name), value) for name, value in entry.items()] for entry in entries]
     token_ids = choice.get("token_ids") or []
     if token_ids != named:
         raise ValueError(f"tokens {token_ids} with the log-probabilities of {named}")
