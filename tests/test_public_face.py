@@ -22,7 +22,7 @@ from tools.reference import python_names
 from tools.reference.python_names import GUIDES, homes
 
 import agentlightning as agl
-from agentlightning.compat import MOVED, NAMES
+from agentlightning.compat import NAMES
 from agentlightning.config import DPOConfig, LightningRLConfig, SFTConfig
 from agentlightning.errors import AgentLightningError
 
@@ -158,16 +158,6 @@ def test_the_names_are_found_in_an_archive_too(tmp_path: Path) -> None:
     printed = subprocess.check_output([sys.executable, "-c", program], text=True, env=environment, cwd=tmp_path)
     init = archive / "agentlightning" / "__init__.py"
     assert printed.split() == [str(init), "agentlightning.span", "agentlightning.store.types"]
-
-
-def test_a_name_that_was_at_the_top_says_once_where_it_is_now() -> None:
-    for module, names in MOVED.items():
-        for name in names.split():
-            vars(agl).pop(name, None)
-            with pytest.warns(DeprecationWarning, match=rf"agl\.{name} is agentlightning\.{module}\.{name} now"):
-                found = getattr(agl, name)
-            assert found is python_names.value(name)
-            assert getattr(agl, name) is found
 
 
 def test_the_names_of_0_x_need_no_other_place() -> None:

@@ -57,10 +57,11 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("importlib.metadata").version("agentlightning")
     place = _PLACES.get(name)
+    if place is None:
+        raise AttributeError(f"module 'agentlightning' has no attribute {name!r}")
     if place == __name__:
         return import_module(f"{place}.{name}")
-    value = import_module("agentlightning.compat").find(name) if place is None else getattr(import_module(place), name)
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(place), name)
     return value
 
 

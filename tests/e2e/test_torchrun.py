@@ -20,7 +20,7 @@ FSDP = ("policy.kind=fsdp", "policy.processes=2", "policy.device=cpu")
 SCRIPT = """
 import os, sys
 import agentlightning as agl
-from agentlightning.policy.fsdp import learner
+from agentlightning.policy.fsdp import policy as learner
 from agent import say
 from reward import letters
 

@@ -15,7 +15,7 @@ import msgspec
 from pydantic import BaseModel
 
 import agentlightning as agl
-from agentlightning.compat import MOVED, NAMES
+from agentlightning.compat import NAMES
 from agentlightning.util.settings import Section, field_texts
 from tools.reference.docstrings import cell, code, markdown
 
@@ -36,6 +36,49 @@ PAGES = {
 }
 TITLES = {"The store": "Stores", "Recording": "Recording sessions"}
 """Where the heading alone would be taken for another page."""
+OTHERS = {
+    "algorithms.sft": "SFTResult",
+    "algorithms.training": "Collected RolloutReport RolloutRequest RolloutSource Stage",
+    "chat.base": "ChatFormat",
+    "config": (
+        "APOConfig AlgorithmConfig BeamSearchConfig Branching CurriculumConfig DPOConfig DataConfig EvaluationConfig "
+        "GateConfig GatewayConfig GepaSearchConfig LightningRLConfig OptimizerConfig PolicyConfig PromptModel "
+        "RejectionSamplingConfig RewardGuard RunConfig RunnerConfig SFTConfig SearchBudget SequentialConfig "
+        "TinkerConfig TrackingConfig TurnLimit WarmStartConfig WeightsConfig"
+    ),
+    "credit.rejection": "Rejection",
+    "errors": (
+        "AgentError AgentLightningError AgentTimeoutError ConfigError ConflictError ContextLengthError DatasetError "
+        "ExtensionError MissingExtraError MissingRewardError ModelNotFoundError NotFoundError PolicyError RankError "
+        "ResumeError RewardError RewardServiceError RolloutRejectedError ServerError StoreAuthError StoreClosedError "
+        "StoreError StoreFullError StoreLostError StoreServerError StoreVersionError TrainingStopped "
+        "UnfaithfulSampleError UnknownTokensError"
+    ),
+    "evaluation.intervals": "Comparison Gain",
+    "evaluation.sequential": "NullTest PairedSequentialTest",
+    "hierarchy": "LevelStep",
+    "policy.base": "Capabilities Policy UpdateOptions",
+    "policy.learner": "Learner",
+    "policy.losses": "NLLLoss PPOLoss",
+    "recording.instrumentors": "Instrumentation",
+    "recording.session": "CriticalPath Session",
+    "rescorer": "Rescoring",
+    "rewards.judges": "JudgedRollout",
+    "runner": "JobTemplate RunnerStatistics",
+    "store.trajectory_query": "TrajectoryQuery",
+    "store.types": "Pruned Queue RolloutRecord UNSET Unset",
+    "task": "DatasetKind",
+    "tracing.air": "air_rule",
+    "tracing.outbox": "RecordingStatus",
+    "training.callbacks": "FinishedStep",
+    "training.dry_run": "DryRun DryRunCheck DryRunRollout",
+    "training.governance": "AuditRecord read_audit",
+    "training.report.result": "Cost RecordedResult StageResult",
+    "trajectory": "Node Step TokenTree TrainingSample",
+    "util.kept_sets": "KeptSets",
+    "util.progress": "Progress RolloutCounts",
+}
+"""Module -> the names of it that are public beside those at the top."""
 GUIDES = {
     "assemble": "token_tree",
     "attempt_address": "attempt_secret",
@@ -50,7 +93,7 @@ GUIDES = {
     "testing": "ScriptedServer",
     "training.tracking": "Tracker",
 }
-"""Module -> what the guides import from it beside the names that were at the top once."""
+"""Module -> what the guides import from it beside them."""
 SPLIT = {"LightningRL": "Algorithms", "Algorithm": "Algorithms of your own", "evaluate": "Evaluation"}
 """Names of the group Training at which a page of its own begins, with its title."""
 MADE = "<!-- made from the code (tools/reference): change its docstrings -->\n"
@@ -59,7 +102,7 @@ MADE = "<!-- made from the code (tools/reference): change its docstrings -->\n"
 @cache
 def homes() -> dict[str, str]:
     """Every public name -> where it is imported from."""
-    others = {module: names for module, names in MOVED.items() if module not in ("config", "errors")}
+    others = {module: names for module, names in OTHERS.items() if module not in ("config", "errors")}
     found = {
         name: f"agentlightning.{module}"
         for table in (others, GUIDES)
@@ -68,7 +111,7 @@ def homes() -> dict[str, str]:
     }
     found |= dict.fromkeys(NAMES, "agl.compat")
     for module in ("config", "errors"):
-        found |= dict.fromkeys(MOVED[module].split(), f"agl.{module}")
+        found |= dict.fromkeys(OTHERS[module].split(), f"agl.{module}")
     return found | dict.fromkeys(agl.__all__, "agl")
 
 
