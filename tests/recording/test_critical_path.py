@@ -60,6 +60,14 @@ def test_outside_of_any_session_a_block_is_one(recorded: Read) -> None:
     assert (record.rollout.status, [s.name for s in record.spans]) == ("failed", ["agentlightning.exception"])
 
 
+def test_a_block_within_itself_is_part_of_the_same_session(recorded: Read) -> None:
+    block = agl.track_critical_path()
+    with block, block:
+        agl.emit_message("marked")
+    (record,) = recorded()
+    assert (record.rollout.status, messages(record)) == ("succeeded", ["marked"])
+
+
 def test_functions_are_marked_by_decoration(recorded: Read) -> None:
     @agl.track_critical_path
     def sync(text: str) -> str:

@@ -105,6 +105,10 @@ asyncio.run(main())
 assert dict(os.environ) == before and shell() == "process,"
 os.environ["NEW"] = "1"
 assert subprocess.check_output(["sh", "-c", "echo $NEW"], text=True) == "1\\n"
+with overlay({"MINE": "1"}):
+    helper = threading.Thread(target=os.environ.__setitem__, args=("LATER", "2"))
+    helper.start(); helper.join()
+    assert os.environ["LATER"] == "2" and "LATER" in list(os.environ)
 print("fine")
 """
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +127,39 @@ async def test_a_process_that_hangs_lets_its_other_attempts_end(start: Any, roll
     [hung] = await roll({"seconds": 3600}, timeout_seconds=0.2)
     assert hung.status == "failed"
     [ended] = await store.wait_for_rollouts(rollout_ids=[slow.rollout_id], timeout=30)
+    assert ended.status == "succeeded"
+
+
+async def test_the_process_that_replaces_one_with_a_hanging_attempt_has_all_slots(
+    start: Any, roll: Any, tmp_path: Path
+) -> None:
+    release = tmp_path / "release"
+
+    def agent(task: str) -> None:
+        while task == "hang" or (task == "long" and not release.exists()):
+            time.sleep(0.02)
+
+    await start(agent, concurrency=2)
+    long = asyncio.create_task(roll("long"))
+    await roll("hang", timeout_seconds=0.3)
+    [short] = await roll("short")
+    assert (short.status, long.done()) == ("succeeded", False)
+    release.touch()
+    [ended] = await long
+    assert ended.status == "succeeded"
+
+
+async def test_nothing_is_claimed_that_a_blocked_event_loop_would_keep_waiting(start: Any, roll: Any) -> None:
+    async def agent(task: str) -> None:
+        if task == "block":
+            time.sleep(600)  # noqa: ASYNC251
+
+    runner = await start(agent, concurrency=2, grace=1.0)
+    await roll("block", timeout_seconds=0.3)
+    async with asyncio.timeout(10):
+        while not runner.statistics.timeout:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    [ended] = await roll("short", timeout_seconds=0.5)
     assert ended.status == "succeeded"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -93,3 +95,53 @@ async def test_its_reward_does_not_see_the_environment_that_the_agent_has_left(
     await start(agent, reward=reward, fresh_process=True, redirect=True)
     [ended] = await roll({})
     assert await rewards_of(ended) == [1.0]
+
+
+async def keeps_its_loop(task: Any) -> str:
+    STATE.append(asyncio.get_running_loop())
+    return "done"
+
+
+def is_given_that_loop(output: str) -> float:
+    return float(asyncio.get_event_loop() is STATE[-1])
+
+
+async def test_its_reward_function_finds_the_loop_that_the_agent_ran_in(start: Any, roll: Any, rewards_of: Any) -> None:
+    await start(keeps_its_loop, reward=is_given_that_loop, fresh_process=True)
+    [ended] = await roll({})
+    assert await rewards_of(ended) == [1.0]
+
+
+async def test_an_interrupt_cancels_what_it_awaits(start: Any, roll: Any, attempt_of: Any, tmp_path: Path) -> None:
+    file = tmp_path / "cleaned up"
+
+    async def agent(task: Any) -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            file.touch()
+
+    await start(agent, fresh_process=True)
+    [ended] = await roll({})
+    assert (await attempt_of(ended)).metadata["error"]["type"] == "KeyboardInterrupt"
+    assert file.exists()
+
+
+async def test_one_that_is_stopped_before_it_awaits_begins_nothing_more(start: Any, roll: Any, tmp_path: Path) -> None:
+    began, goes_on = tmp_path / "began", tmp_path / "goes on"
+
+    async def rest() -> None:
+        goes_on.touch()
+
+    def agent(task: Any) -> Any:
+        began.touch()
+        time.sleep(0.6)
+        return rest()
+
+    runner = await start(agent, fresh_process=True, grace=10.0)
+    await roll({}, timeout_seconds=0.2)
+    async with asyncio.timeout(10):
+        while runner.pool._processes:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert (began.exists(), goes_on.exists()) == (True, False)

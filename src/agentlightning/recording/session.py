@@ -251,8 +251,10 @@ class CriticalPath(Block):
     ...     agl.emit_message("recorded")
     """
 
-    def __enter__(self) -> Self:
+    def __init__(self) -> None:
         self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
         self._stack.enter_context(track_session(only_marked=True))  # of its own, or part of the one around it
         self._stack.enter_context(mark_critical())
         return self

@@ -1,7 +1,7 @@
 """Environment variables per attempt in a process that runs many attempts, and what such a process cannot keep apart.
 
 `install()` makes the existing `os.environ` object, and so every reference to it, read through a context variable:
-inside `overlay(variables)` there is a copy of it with those variables, and what is set or deleted there stays there.
+inside `overlay(variables)` those variables lie over the process's own, and what is set or deleted there stays there.
 `subprocess` inherits them, and with `carry_context()` so do the threads of a ThreadPoolExecutor.
 
 Not covered, because they bypass Python: `os.system`, `os.posix_spawn` and C code that calls `getenv`.
@@ -30,14 +30,14 @@ from agentlightning.errors import AgentError, ConfigError
 from agentlightning.tracing.scope import calls_of_pools
 from agentlightning.util.json_values import as_text
 
-_current: ContextVar[dict[str, str] | None] = ContextVar("agentlightning_environment", default=None)
-"""The environment of the current attempt: the process's own as it was when the attempt began, and what has changed."""
+_current: ContextVar[dict[str, str | None] | None] = ContextVar("agentlightning_environment", default=None)
+"""The overlay of the current attempt; a value of None marks a deleted variable."""
 
 
 @contextmanager
 def overlay(variables: Mapping[str, str]) -> Generator[None]:
     """Within the block, `variables` override those of the process in this context's `os.environ`."""
-    token = _current.set({**os.environ, **variables})
+    token = _current.set(dict(variables))
     try:
         yield
     finally:
@@ -155,35 +155,43 @@ process_state = ProcessState()
 
 
 class _Environ(os._Environ[str]):  # pyright: ignore[reportPrivateUsage]
-    """`os.environ`, which is the environment of the current attempt where there is one."""
+    """`os.environ` with the overlay of the current context on top."""
 
     def __getitem__(self, key: str) -> str:
-        own = _current.get()
-        if own is not None:
-            return own[key]
-        if process_state.on_bare_use is not None:
+        layer = _current.get()
+        if layer is None and process_state.on_bare_use is not None:
             process_state.on_bare_use(key)
-        return super().__getitem__(key)
+        if layer is None or key not in layer:
+            return super().__getitem__(key)
+        value = layer[key]
+        if value is None:
+            raise KeyError(key)
+        return value
 
     def __setitem__(self, key: str, value: str) -> None:
-        own = _current.get()
-        if own is None:
+        layer = _current.get()
+        if layer is None:
             super().__setitem__(key, value)
         else:
             self.encodekey(key)  # raises the usual TypeError for a value that is not a string
             self.encodevalue(value)
-            own[key] = value
+            layer[key] = value
 
     def __delitem__(self, key: str) -> None:
-        own = _current.get()
-        if own is None:
+        layer = _current.get()
+        if layer is None:
             super().__delitem__(key)
         else:
-            del own[key]
+            self[key]
+            layer[key] = None
 
     def __iter__(self) -> Iterator[str]:
-        own = _current.get()
-        return super().__iter__() if own is None else iter(list(own))
+        layer = _current.get()
+        if layer is None:
+            yield from super().__iter__()
+            return
+        yield from [key for key in super().__iter__() if key not in layer]
+        yield from [key for key, value in layer.items() if value is not None]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

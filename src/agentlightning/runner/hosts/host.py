@@ -34,9 +34,10 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from io import TextIOWrapper
@@ -146,6 +147,8 @@ class Host:
         self._threads = ThreadPoolExecutor(setup.load.slots, thread_name_prefix="agent")
         self._work = SimpleQueue[Coroutine[Any, Any, None]]()
         """Alone: what the main thread runs."""
+        self._runner = asyncio.Runner(loop_factory=lambda: self._loop)
+        """Alone: runs what it awaits; SIGINT cancels that."""
         serve_attempts(alone=alone, on_doubt=self._separate)
         if not alone:
             attempt_environ.process_state.on_change = self._refuse_change
@@ -275,9 +278,8 @@ class Host:
         if self._alone:
             value, error = _result_or_error(function, *args)
             if error is None and inspect.isawaitable(value):
-                (invocation,) = self.running.values()
-                invocation.awaited = self._loop.create_task(_result_of(value))
-                return self._loop.run_until_complete(invocation.awaited)
+                asyncio.set_event_loop(self._loop)  # for the reward function; not before, since agents close theirs
+                return self._runner.run(self._wait_for(value), context=copy_context())
         elif inspect.iscoroutinefunction(function):
             return await function(*args)
         else:
@@ -288,6 +290,14 @@ class Host:
         if error is not None:
             raise error
         return await value if inspect.isawaitable(value) else value
+
+    async def _wait_for(self, value: Any) -> Any:
+        (invocation,) = self.running.values()
+        invocation.awaited = asyncio.current_task()
+        if invocation.cancelled:
+            raise asyncio.CancelledError
+        mark_owner()
+        return await value
 
     # -- what attempts share -----------------------------------------------------------------------------------------
 
@@ -332,11 +342,6 @@ def _result_or_error(function: Callable[..., Any], *args: Any) -> tuple[Any, Bas
         return function(*args), None
     except BaseException as error:  # noqa: BLE001  raised again by `_call`
         return None, error
-
-
-async def _result_of(value: Awaitable[Any]) -> Any:
-    mark_owner()
-    return await value
 
 
 def _needs_process(error: BaseException | None) -> str:

@@ -136,6 +136,11 @@ class AttemptProcess(asyncio.Protocol):
         return sum(each.stopped for each in self.attempts.values())
 
     @property
+    def capacity(self) -> int:
+        """How many attempts that are waited for it can have."""
+        return self._slots - self.stopped if self.usable else 0
+
+    @property
     def free(self) -> int:
         return self._slots - len(self.attempts) if self.usable else 0
 
@@ -388,8 +393,11 @@ class HostPool:
 
     @property
     def capacity(self) -> int:
-        """Number of attempts that can run at once, beside those that nobody waits for any more."""
-        return self._concurrency - sum(process.stopped for process in self._processes.values())
+        """Number of attempts that can run at once at the moment."""
+        processes = self._processes.values()
+        if self.fresh:
+            return self._concurrency - sum(process.stopped for process in processes)
+        return min(self._concurrency, sum(process.capacity for process in processes if not process.alone))
 
     async def run(self, job: Job, on_spans: OnSpans, alone: bool) -> Done:
         """Run one attempt until it ends, in a new process if `alone`. Raises MessageError for a task that cannot be
