@@ -274,12 +274,12 @@ class ChatResponse(ProviderResponse):
             return None
         try:
             chunks = _TEXT_CHUNKS.decode(b"[%b]" % lines[6:-2].replace(b"\n\ndata: ", b","))
-        except DecodeError:
+            data: Json = loads_tolerantly(lines[6 : lines.index(b"\n")])
+        except (DecodeError, ValueError, RecursionError):
             return None
         choices = [chunk.choices[0] for chunk in chunks]
         if len({(chunk.id, chunk.model, choice.index) for chunk, choice in zip(chunks, choices, strict=True)}) != 1:
             return None
-        data: Json = loads_tolerantly(lines[6 : lines.index(b"\n")])
         choice = data["choices"][0]
         choice["delta"]["content"] = "".join([each.delta.content for each in choices])
         if ids := [ids for each in choices if (ids := each.token_ids)]:
