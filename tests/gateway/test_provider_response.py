@@ -116,6 +116,23 @@ def test_chunks_of_a_stream_read_together_say_what_each_says(reads):
     assert contents(together) == contents(one_by_one)
 
 
+TEXT_EVENT = encode_event({"choices": [{"index": 0, "delta": {"content": "a"}}]})
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        TEXT_EVENT.replace(b"\n\n", b"\r\r"),
+        TEXT_EVENT.replace(b",", b",\n", 1) + TEXT_EVENT,
+        TEXT_EVENT[:-2] + b"," + TEXT_EVENT[6:] + TEXT_EVENT,
+        TEXT_EVENT + encode_event({"x": 0}).replace(b"0", b"[" * 5000 + b"]" * 5000),
+    ],
+    ids=["ended by CRs", "cut by a line end", "two values", "nested deep"],
+)
+def test_events_that_are_no_json_or_ended_otherwise_are_not_read_as_one(events):
+    assert ChatResponse().merge(events) is None
+
+
 def test_the_prompts_of_any_request_are_recorded_as_messages_and_a_prompt_that_its_provider_stores_as_none():
     def told(request, index=0):
         return [part["content"] for message in json.loads(input_messages(request, index)) for part in message["parts"]]

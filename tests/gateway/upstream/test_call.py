@@ -360,7 +360,7 @@ async def test_a_busy_server_passes_its_call_to_another_at_once():
 
 
 async def test_what_a_hung_up_stream_cost_is_estimated_and_kept():
-    endless = Reply(events=chat_events(["a", "b"])[:3], end="hang")
+    endless = Reply(events=chat_events(["data: a", "b"])[:3], end="hang")
     price = Price(input=1e6, output=1e6)
     async with ScriptedProvider([endless]) as server, connected(made_of(server, price=price)) as pool:
         async with UpstreamCall(pool, "chat/completions", b"x" * 400, stream=True, price=price) as asked:

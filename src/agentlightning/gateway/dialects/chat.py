@@ -274,18 +274,18 @@ class ChatResponse(ProviderResponse):
             return None
         try:
             chunks = _TEXT_CHUNKS.decode(b"[%b]" % lines[6:-2].replace(b"\n\ndata: ", b","))
-        except DecodeError:
+            data: Json = loads_tolerantly(lines[6 : lines.index(b"\n")])
+        except (DecodeError, ValueError, RecursionError):
             return None
         choices = [chunk.choices[0] for chunk in chunks]
-        if len({(chunk.id, chunk.model, choice.index) for chunk, choice in zip(chunks, choices, strict=True)}) != 1:
+        if len({(chunk.id, chunk.model, chunk.choices[0].index) for chunk in chunks}) != 1:
             return None
-        data: Json = loads_tolerantly(lines[6 : lines.index(b"\n")])
         choice = data["choices"][0]
         choice["delta"]["content"] = "".join([each.delta.content for each in choices])
-        if ids := [ids for each in choices if (ids := each.token_ids)]:
-            choice["token_ids"] = list(chain.from_iterable(ids))
-        if logged := [logprobs.content for each in choices if (logprobs := each.logprobs)]:
-            choice["logprobs"] = {"content": list(chain.from_iterable(logged))}
+        if ids := list(chain.from_iterable(each.token_ids or () for each in choices)):
+            choice["token_ids"] = ids
+        if logged := list(chain.from_iterable(each.logprobs.content for each in choices if each.logprobs)):
+            choice["logprobs"] = {"content": logged}
         return data
 
     def _read(self, data: Json) -> None:

@@ -528,7 +528,7 @@ class UpstreamCall:
         try:
             while chunk is not None:
                 if events := decoder.feed(chunk):
-                    self._num_events += events.count(b"data:")
+                    self._num_events += events.startswith(b"data:") + events.count(b"\ndata:")
                     yield redactor.redact_body(events)
                 chunk = await anext(self._chunks, None)
             if rest := redactor.redact_body(decoder.rest):

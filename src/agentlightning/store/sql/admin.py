@@ -292,7 +292,7 @@ def _attempt_row(rollout: RolloutRow, attempt: Attempt, superseded: bool) -> Att
         status, metadata = "unresponsive", {**metadata, "error": error}
         end_time = attempt.start_time if attempt.last_heartbeat_time is None else attempt.last_heartbeat_time
     return AttemptRow(
-        *(0, 0, attempt.sequence_id, attempt.attempt_id, status, attempt.start_time, end_time, attempt.worker_id),
+        *(0, 0, int(attempt.sequence_id), attempt.attempt_id, status, attempt.start_time, end_time, attempt.worker_id),
         *(attempt.last_heartbeat_time, validation.dict_to_json(metadata, "metadata"), int(superseded)),
         rollout=rollout,
         stored=False,

@@ -105,8 +105,9 @@ def new_rollout(request: EnqueueRolloutRequest | Rollout, time: float) -> tuple[
     """A queued rollout, and its row, whose key is 0. Raises ConfigError for what cannot be stored."""
     if request.rollout_id is not None:
         validation.check_new_id(request.rollout_id, "rollout_id")
-    if request.resources_id is not None:
-        validation.check_text(request.resources_id, "resources_id")
+    for name, text in (("resources_id", request.resources_id), ("mode", request.mode)):
+        if text is not None:
+            validation.check_text(text, name)
     queue = request.queue
     if queue is None:
         queue = request.mode or "default"

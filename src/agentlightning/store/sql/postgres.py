@@ -458,7 +458,7 @@ class PostgresConnection(Connection):
             _check(self._connection.pgconn.prepare(name, _translated(sql)))
             self._statements[sql] = name
         wanted = [PyFormat.BINARY if type(value) is bytes else PyFormat.TEXT for value in values]
-        self._calls.append((name, self._values.dump_sequence(values, wanted), self._values.formats or ()))
+        self._calls.append((name, self._values.dump_sequence(values, wanted), self._values.formats or []))
 
     def _exchange(self) -> pq.abc.PGresult:
         """Send what is queued; returns the last result. Bypasses psycopg's cursor, which costs more CPU."""

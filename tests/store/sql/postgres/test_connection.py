@@ -83,6 +83,13 @@ def test_a_write_that_is_refused_is_told_by_the_commit_and_undoes_it(
     assert seen(database) == [("a", None)]
 
 
+def test_formats_of_parameters_are_a_list_which_psycopg_3_2_asks_for(connection: PostgresConnection) -> None:
+    connection.begin(write=True)
+    connection.lock("SELECT 1")
+    connection.lock(TAKE, "a")
+    assert [formats for _, _, formats in connection._calls] == [[], [0]]
+
+
 def test_keys_are_new_and_ascend(connection: PostgresConnection) -> None:
     connection.begin(write=True)
     keys = [connection.new_key("span_packs", 0) for _ in range(150)]

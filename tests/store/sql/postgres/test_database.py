@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from msgspec import structs
 from tests.support.postgres import PostgresCluster
 
 from agentlightning.errors import ConfigError, MissingExtraError, StoreError, StoreFullError, StoreVersionError
@@ -20,6 +21,7 @@ from agentlightning.store import LightningStore
 from agentlightning.store.clock import Clock
 from agentlightning.store.sql.postgres import TABLES, PostgresDatabase, PostgresSchema
 from agentlightning.store.sql.schema import SCHEMA_VERSION, Schema, migrate
+from agentlightning.store.types import RolloutRecord
 
 pytestmark = pytest.mark.integration
 
@@ -375,4 +377,19 @@ async def test_numbers_are_written_as_what_they_are_not_as_they_show_themselves(
     assert await store.query_rollouts(rollout_id_in=[ids[0], Name('a"b\\'), ""]) == [
         await store.get_rollout_by_id(ids[0])
     ]
+    await store.close()
+
+
+async def test_the_number_of_an_attempt_may_be_a_truth_value_and_a_nul_is_refused_by_name(
+    postgres_store_url: str,
+) -> None:
+    store = LightningStore(postgres_store_url)
+    claimed = await store.start_rollout("task")
+    (record,) = await store.read_records([claimed.rollout_id])
+    attempts = (structs.replace(record.attempts[0], attempt_id="at-2", rollout_id="ro-2", sequence_id=True),)
+    copy = RolloutRecord(structs.replace(record.rollout, rollout_id="ro-2"), attempts, ())
+    assert await store.add_records([copy]) == 1
+    assert [attempt.sequence_id for attempt in await store.query_attempts("ro-2")] == [1]
+    with pytest.raises(ConfigError, match=r"mode='a\\x00b' contains a NUL"):
+        await store.enqueue_rollout("task", mode="a\0b", queue="q")  # type: ignore[arg-type]
     await store.close()
