@@ -23,16 +23,16 @@ async def play(task: dict[str, Any], llm: agl.LLM) -> None:
     """One game, as `agent.play`. A game that is cut off has no reward."""
     players, rounds = task.get("players", 6), task.get("rounds", 1)
     game = TextArenaGame("SecretMafia-v0", players=players, discussion_rounds=rounds)
-    turn, names = game.start(task["seed"]), dict[int, str]()
+    (observation, info), names = game.reset(task["seed"]), dict[int, str]()
     for player, role in game.env.player_roles.items():
         name = str(role).lower()
         names[player] = AT_START.format(role=name) if name in task.get("untrained", ()) else name
     histories: dict[int, list[dict[str, str]]] = {player: [] for player in names}
-    spoken = set[int]()
+    spoken, ended = set[int](), False
     for _ in range(MOST_MOVES):
-        if turn is None:
+        if ended:
             break
-        player, observation = turn
+        player = info["current_player"]
         spoken.add(player)
         histories[player].append({"role": "user", "content": observation})
         limit = int(os.environ.get("MAX_TOKENS", "256"))
@@ -42,7 +42,7 @@ async def play(task: dict[str, Any], llm: agl.LLM) -> None:
         reply.raise_for_status()
         text = str(reply.json()["choices"][0]["message"]["content"] or "")
         histories[player].append({"role": "assistant", "content": text})
-        turn, _ = game.move(text)
+        observation, _, ended, info = game.step(text)
     if game.rewards is None:
         return
     for agent in sorted({names[player] for player in spoken}):

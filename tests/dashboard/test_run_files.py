@@ -125,6 +125,12 @@ def test_settings_that_were_edited_to_none_leave_the_run_in_the_list(files: RunF
     assert record["steps"] == steps
 
 
+def test_the_steps_of_a_run_whose_settings_cannot_be_read_are_known(files: RunFiles) -> None:
+    (files.path / "config.toml").write_text('[algorithm]\ntype = "module.not.here:Algorithm"\nsteps = 7\n')
+    assert files.config() is None
+    assert summary(files)["steps"] == 7
+
+
 def test_what_is_no_object_in_a_file_of_objects_is_left_out(files: RunFiles) -> None:
     append(files.path / "metrics.jsonl", b"3\n", b'{"step": 1, "reward": 0.5}\n')
     (files.path / "report.json").write_bytes(b"[]")

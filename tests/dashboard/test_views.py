@@ -21,8 +21,10 @@ from agentlightning.credit import training_samples
 from agentlightning.dashboard.data import rollouts as rollout_data
 from agentlightning.dashboard.data import run_data
 from agentlightning.dashboard.data.run_data import Catalog
+from agentlightning.dashboard.views import rollouts as rollouts_view
 from agentlightning.store import LightningStore
 from agentlightning.store.types import RolloutRecord
+from agentlightning.task import task_key
 from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -510,6 +512,32 @@ async def test_a_group_that_rollouts_name_in_their_metadata_alone_is_found(tmp_p
         rows = (await get(client, "/runs/store/rollouts?group=g-1"))["rows"]
         assert {row["rollout_id"] for row in rows} == {"mine-1", "mine-3", "mine-5"}
         assert (await get(client, "/runs/store/rollouts?group=g-7"))["rows"] == []
+    await data.close()
+    await store.close()
+
+
+async def test_where_ids_do_not_tell_groups_no_store_is_read_whole(tmp_path: Path, client_of, monkeypatch):
+    monkeypatch.setattr(run_data, "MOST_NEAR", 4)
+    monkeypatch.setattr(rollouts_view, "PAGE_OF_TASK", 10)
+    store = LightningStore(tmp_path / "store.db")
+    for number in range(40):
+        group = {"group": str(number // 2)}
+        await store.enqueue_rollout({"n": number % 8}, rollout_id=f"mine-{number:03d}", metadata=group)
+    read, query = list[int](), store.query_rollouts
+
+    async def counted(**options):
+        found = await query(**options)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(store, "query_rollouts", counted)
+    data = Catalog(store)
+    async with client_of(data) as client:
+        found = await get(client, "/runs/store/rollouts/mine-021/group")
+        assert [row["rollout_id"] for row in found["rollouts"]] == ["mine-020", "mine-021"]
+        found = await get(client, f"/runs/store/tasks/{task_key({'n': 3})}")
+        assert (len(found["rollouts"]), found["scanned"], found["complete"]) == (5, 40, True)
+    assert max(read) <= 10
     await data.close()
     await store.close()
 

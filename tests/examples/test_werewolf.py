@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -137,6 +137,38 @@ def test_roles_learn_apart(learn: str, tmp_path: Path) -> None:
     assert all(each["games"] == 4 for each in found.values())
     adapters = {each.name for each in (tmp_path / "run").rglob("adapters/*")}
     assert adapters == {"seer", "villager"} | ({"werewolf"} if learn == "all" else set())
+
+
+class Mafia:
+    """A stand-in for SecretMafia of textarena: two players speak once each."""
+
+    player_roles: ClassVar = {0: "Mafia", 1: "Doctor"}
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def reset(self, **options: Any) -> None:
+        assert options["num_players"] == 2
+
+    def get_observation(self) -> tuple[int, str]:
+        return len(self.said), "speak"
+
+    def step(self, text: str) -> tuple[bool, dict[str, Any]]:
+        self.said.append(text)
+        return len(self.said) == 2, {}
+
+    def close(self) -> tuple[dict[int, float], dict[str, Any]]:
+        return {0: -1.0, 1: 1.0}, {}
+
+
+async def test_each_role_of_secret_mafia_is_given_its_reward(
+    module_of: Load, played: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name, **options: Mafia()))
+    secret_mafia = module_of("werewolf", "secret_mafia")
+    found = await played(secret_mafia, {"seed": 5, "players": 2}, lambda agent, asked: "nothing")
+    assert found.asked == [("mafia", "speak"), ("doctor", "speak")]
+    assert (found.reward, found.rewards) == (1.0, {"mafia": -1.0, "doctor": 1.0})
 
 
 @pytest.mark.slow

@@ -250,6 +250,8 @@ PACKAGE = {
                         await asyncio.sleep(600)
                     finally:
                         open("cancelled", "w").close()
+                if task.data.idx == 6:
+                    await asyncio.sleep(0.3)
                 print("no reply")
                 trace = N(reward=task.data.idx / 10, rewards={}, errors=[], last_reply=context.model)
                 return N(ok=task.data.idx != 7, errors=["bad task"], traces=[trace])
@@ -285,6 +287,16 @@ async def test_the_process_runs_tasks_says_what_fails_and_cancels_what_nobody_wa
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(play(tasks[8]), 0.5)
     await asyncio.to_thread(wait_for_file, "cancelled")
+
+
+async def test_rollouts_wait_where_their_process_may_open_no_more_files(python: str, tmp_path: Path) -> None:
+    install_package()
+    few = tmp_path / "few"
+    few.write_text(f'#!/bin/sh\nulimit -n 32\nexec {sys.executable} "$@"\n')
+    few.chmod(0o755)
+    tasks = load_dataset(f"verifiers:numbers?size=9&python={few}")
+    await play(tasks[0])
+    assert await asyncio.gather(*(play(tasks[6]) for _ in range(60))) == [("policy", [0.6])] * 60
 
 
 KILLED = """

@@ -304,6 +304,22 @@ def test_a_none_deep_inside_is_refused_rather_than_read_back_as_text() -> None:
         dump_toml(Config(algorithm=Algorithm(credit={"weight": None})))
 
 
+def test_what_is_set_to_none_in_a_table_of_sections_is_read_back_as_none(tmp_path: Path) -> None:
+    model = {"model": "m", "max_context": None, "servers": {"urls": ["http://h:1"], "tolerance": None}}
+    config = TrainConfig.model_validate({"gateway": {"models": {"reference": model}}})
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    assert load_settings(TrainConfig, toml=tmp_path / "config.toml") == config
+
+
+class MySettings(LightningRL.config_class):
+    steps: int = 17
+
+
+def test_settings_of_a_class_of_ones_own_keep_its_defaults_where_others_are_given() -> None:
+    config = LightningRL(config=MySettings(group_size=4), temperature=0.5).config
+    assert (type(config), config.steps, config.group_size, config.temperature) == (MySettings, 17, 4, 0.5)
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
@@ -323,6 +339,10 @@ def test_a_none_deep_inside_is_refused_rather_than_read_back_as_text() -> None:
         ("algorithm.gspo=true", "algorithm.preset"),
         ("ppo=1", "algorithm.loss"),
         ("algorithm.STEPS=4", "algorithm.steps"),
+        ("algorithm.optimizer.learning_rate=1e-4", "algorithm.optimizer.lr"),
+        ("algorithm.loss.epsilon=0.2", "algorithm.loss.clip_low"),
+        ("algorithm.lora_rank=16", "policy.lora.r"),
+        ("algorithm.timeout=60", "runner.timeout_seconds"),
     ],
 )
 def test_the_words_of_other_trainers_lead_to_ours(typed: str, meant: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import httpx
 
@@ -41,6 +41,7 @@ class TextArenaGame:
             raise ConfigError(f"textarena cannot make {name!r} with {options}: {error}") from error
         self._seen: dict[int, str] = {}
         self.players = players
+        self.rewards: Mapping[int, float] | None = None
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         counts = range(1, 16) if self.players is None else (self.players,)
@@ -53,8 +54,8 @@ class TextArenaGame:
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
         done, _ = self.env.step(action)
         if done:
-            rewards: Mapping[int, float] | None = self.env.close()[0]
-            return "", float((rewards or {}).get(0, 0.0)), True, {}
+            self.rewards = cast("Mapping[int, float] | None", self.env.close()[0])
+            return "", float((self.rewards or {}).get(0, 0.0)), True, {}
         observation, info = self._turn()
         return observation, 0.0, False, info
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from socket import send_fds, socketpair
+from socket import send_fds, socket, socketpair
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from threading import Lock, Thread
 from typing import Any, Final
@@ -105,6 +105,7 @@ class Worker:
     def __init__(self, python: str) -> None:
         """Start a process of this Python."""
         self._control, theirs = socketpair()
+        self._control.setblocking(False)
         with theirs:
             command = [python, str(WORKER), str(theirs.fileno())]
             self._process = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, pass_fds=[theirs.fileno()])
@@ -129,8 +130,7 @@ class Worker:
         with theirs, suppress(OSError):
             reader, writer = await asyncio.open_unix_connection(sock=connection)
             try:
-                # In a thread, as it waits while the process starts and many are on their way.
-                await asyncio.to_thread(send_fds, self._control, [b"."], [theirs.fileno()])
+                await self._connect(theirs)
                 theirs.close()
                 writer.write(json.dumps(request).encode() + b"\n")
                 reply = await reader.read()
@@ -144,6 +144,14 @@ class Worker:
         if "error" in found:
             raise AgentError(f"verifiers: {found['error']}")
         return found["result"]
+
+    async def _connect(self, theirs: socket) -> None:
+        while True:
+            try:
+                send_fds(self._control, [b"."], [theirs.fileno()])
+                return
+            except BlockingIOError:  # many are on their way
+                await asyncio.sleep(0.1)
 
     def _read(self) -> None:
         assert self._process.stdout is not None

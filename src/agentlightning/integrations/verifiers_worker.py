@@ -21,6 +21,7 @@ import sys
 from asyncio import StreamReader, StreamWriter
 from contextlib import AsyncExitStack
 from functools import cache
+from select import POLLIN, poll
 from signal import SIGTERM, signal
 from socket import recv_fds, socket
 from typing import Any
@@ -117,11 +118,23 @@ def result_of(episode: Any) -> dict[str, Any]:
 async def main() -> None:
     async with stack:
         control, connections = socket(fileno=int(sys.argv[1])), set[asyncio.Task[None]]()
-        while received := (await asyncio.to_thread(recv_fds, control, 1, 1))[1]:
-            # A request is a line, whatever its length.
-            connection = await asyncio.open_unix_connection(sock=socket(fileno=received[0]), limit=1 << 30)
-            connections.add(task := asyncio.create_task(serve(*connection)))
-            task.add_done_callback(connections.discard)
+        arrivals = poll()
+        arrivals.register(control, POLLIN)
+        while True:
+            await asyncio.to_thread(arrivals.poll)
+            try:
+                os.close(os.dup(control.fileno()))
+            except OSError:  # as many files are open as may be: a connection would be lost
+                await asyncio.sleep(0.1)
+                continue
+            sent, received, *_ = recv_fds(control, 1, 1)
+            if not sent:
+                break
+            for number in received:
+                # A request is a line, whatever its length.
+                connection = await asyncio.open_unix_connection(sock=socket(fileno=number), limit=1 << 30)
+                connections.add(task := asyncio.create_task(serve(*connection)))
+                task.add_done_callback(connections.discard)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,8 @@ def settings_from(
     """
     if base is not None and not isinstance(base, model):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"{base!r:.80} is no {model.__name__}; give one, or its settings by their names")
-    return _made(model, _expanded(model, dict(values)), [(source, dict(values))], base)
+    kind = model if base is None else type(base)
+    return _made(kind, _expanded(kind, dict(values)), [(source, dict(values))], base)
 
 
 def is_secret(name: str) -> bool:
@@ -261,8 +262,11 @@ def _read_none(table: Table, model: type[BaseModel]) -> None:
         given = table.get(name)
         if given == NONE and (field.annotation is Any or NoneType in get_args(field.annotation)):
             table[name] = None
+        kind: Any = field
+        if get_origin(field.annotation) is dict and is_table(given):
+            kind, given = get_args(field.annotation)[1], list(given.values())
         tables = [each for each in (given if is_list(given) else [given]) if is_table(each)]
-        for part, _ in _models(field, name) if tables else ():
+        for part, _ in _models(kind, name) if tables else ():
             for each in tables:
                 _read_none(each, part)
 
@@ -375,10 +379,7 @@ def _unknown(path: Sequence[str], sources: Sequence[Source], known: Sequence[str
     of_run = RUN_SETTING in known
     if of_run and path[-1].lower() in DIRECTORIES:
         return f"{line}; {OF_RUN}"
-    section, _, last = shape.rpartition(".")
-    ours = next((ours for theirs, ours in SYNONYMS.items() if last.lower() in theirs.split()), "")
-    candidates = (nearest(f"{section}.{each}".lstrip("."), known) for each in (*ours.split(), last))
-    found = next(filter(None, candidates), None)
+    found = _synonym(shape, known) or nearest(shape, known)
     if found is None:
         return f"{line}; no known one is like it" + (" (all of them: agl train --print-config)" if of_run else "")
     for number in numbers:
@@ -397,8 +398,8 @@ PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "rei
 """Those of `LightningRL`, which other trainers have as algorithms."""
 SYNONYMS = {
     "lr learning_rate": "optimizer.lr",
-    "rank lora_rank lora_r": "lora.r",
-    "lora_alpha": "lora.alpha",
+    "rank lora_rank lora_r": "policy.lora.r lora.r",
+    "lora_alpha": "policy.lora.alpha lora.alpha",
     "kl kl_coef": "kl_in_reward",
     "weight_decay": "optimizer.weight_decay",
     "warmup warmup_ratio": "optimizer.warmup_steps",
@@ -417,6 +418,18 @@ SYNONYMS = {
 }
 """Names of settings in other trainers -> how the name ends here. Tried before similarity of spelling, which finds
 `aggregate` for `learning_rate`."""
+
+
+def _synonym(name: str, known: Sequence[str]) -> str | None:
+    """The setting that has this name in another trainer; settings of the algorithm come first."""
+    section, _, last = name.rpartition(".")
+
+    def distance(other: str) -> tuple[bool, bool, int, str]:
+        return not other.startswith(section), not other.startswith("algorithm"), other.count("."), other
+
+    ours = next((ours for theirs, ours in SYNONYMS.items() if last.lower() in theirs.split()), "")
+    found = ([other for other in known if f".{other}".endswith(f".{each}")] for each in ours.split())
+    return min(next(filter(None, found), ()), key=distance, default=None)
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

@@ -308,8 +308,9 @@ class RunData:
     async def by_group_name(self, group: str) -> list[Rollout] | None:
         """Those whose ids say that they may be of a group, as those of training runs do: they contain its name without
         the number at its end, which ids write with zeros. None: ids do not tell the group."""
-        found = await self.store.query_rollouts(rollout_id_contains=group.rstrip(digits), limit=MOST_NAMED)
-        return found if found and _tells_group(found[0]) else None
+        named = partial(self.store.query_rollouts, rollout_id_contains=group.rstrip(digits))
+        first = await named(limit=1)
+        return await named(limit=MOST_NAMED) if first and _tells_group(first[0]) else None
 
     async def facts(self, rollout: Rollout, rollout_ids: Sequence[str]) -> TokenFacts:
         """Of some rollouts of the same group."""

@@ -4,6 +4,7 @@ configuration. Each file is read again when it has changed."""
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -129,8 +130,13 @@ class RunFiles:
 
     def steps(self) -> int | None:
         """The steps of the whole run. None: its settings do not say, as those of an algorithm object do not."""
-        state, config = self.state(), self.config()
-        return None if state.algorithm or state.recorded or config is None else getattr(config.algorithm, "steps", None)
+        state, config, steps = self.state(), self.config(), None
+        if config is not None:
+            steps = getattr(config.algorithm, "steps", None)
+        else:  # of another version, or of a class that is not here
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                steps = tomllib.loads((self.path / "config.toml").read_text("utf-8"))["algorithm"]["steps"]
+        return None if state.algorithm or state.recorded or not isinstance(steps, int) else steps
 
     def seconds_left(self) -> float | None:
         """By the mean time of the steps so far; None where it cannot be known."""

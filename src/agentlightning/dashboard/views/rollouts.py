@@ -7,6 +7,7 @@ import asyncio
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, get_args
 
@@ -234,6 +235,7 @@ async def rollouts_of_step(run: RunData, step: int) -> list[Rollout]:
 
 MOST_OF_TASK = 20_000
 """Rollouts that are looked through for those of one task, the newest."""
+PAGE_OF_TASK = 1000
 
 
 async def list_rollouts(run: RunData, query: Query) -> Json:
@@ -313,17 +315,23 @@ def _group(name: str, members: Sequence[RolloutSummary]) -> Json:
 
 async def show_task(run: RunData, query: Query) -> Json:
     """One task across the versions of the weights: the reward of its rollouts by version, each with its interval."""
-    key, in_ids = query["task"], run.in_ids
-    newest = await run.store.query_rollouts(rollout_id_contains=in_ids, newest_first=True, limit=MOST_OF_TASK)
-    found = await asyncio.to_thread(lambda: [each for each in newest if digest_of(each.input) == key])
+    key, found, after = query["task"], list[Rollout](), None
+    scanned, complete = 0, False
+    newest = partial(run.store.query_rollouts, rollout_id_contains=run.in_ids, newest_first=True, limit=PAGE_OF_TASK)
+    while scanned < MOST_OF_TASK and not complete:  # in parts: all of their tasks may be more than the memory holds
+        chunk = await newest(after=after)
+        keys = await asyncio.to_thread(list, map(digest_of, [each.input for each in chunk]))
+        found += [each for each, own in zip(chunk, keys, strict=True) if own == key]
+        scanned, complete = scanned + len(chunk), len(chunk) < PAGE_OF_TASK
+        after = chunk[-1].rollout_id if chunk else None
     if not found:
-        raise NotFoundError(f"no rollout of task {key} among the {len(newest)} newest of {run.name}")
+        raise NotFoundError(f"no rollout of task {key} among the {scanned} newest of {run.name}")
     rows = await run.summaries.of(found[::-1])
     return {
         "task_key": key,
         "task": limited(found[-1].input),
-        "scanned": len(newest),
-        "complete": len(newest) < MOST_OF_TASK,
+        "scanned": scanned,
+        "complete": complete,
         "versions": by_version(rows),
         "rollouts": rows,
     }
