@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.engine.servers.clients import guard_process
 from agentlightning.engine.servers.clients.vllm import VllmProcess
 from agentlightning.engine.servers.config import ServersConfig
 from agentlightning.engine.servers.pool import open_servers
 from agentlightning.errors import ConfigError, ServerError
 from agentlightning.testing import ByteChatFormat
 from agentlightning.transport import Transport
-from agentlightning.util import guard_process
 
 FAMILY = """
 import subprocess, sys, time

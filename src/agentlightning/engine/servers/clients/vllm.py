@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentlightning.engine.base import DISTRIBUTION_PARAMS, TERMINATION_PARAMS, SamplingParams, TopLogprobs
+from agentlightning.engine.servers.clients import guard_process
 from agentlightning.engine.servers.clients.http import (
     PROBE_PROMPT,
     Completion,
@@ -36,7 +37,6 @@ from agentlightning.engine.servers.clients.http import (
 )
 from agentlightning.errors import ConfigError, PolicyError, ServerError
 from agentlightning.transport import Transport
-from agentlightning.util import guard_process
 from agentlightning.weight_sync.transfer import LendWeights, TransferError, WeightSender
 
 # -- vllm wire -------------------------------------------------------------------------------------------------------
