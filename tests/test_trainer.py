@@ -207,7 +207,7 @@ def test_steps_bound_the_age_of_rollouts_of_an_algorithm_with_a_check_of_its_own
 
     monkeypatch.setattr("agentlightning.run.make_starting_policy", lambda *_: pytest.fail("the model was made"))
     config = TrainConfig(run=RunConfig(max_staleness=3))
-    with pytest.raises(ConfigError, match="run.max_staleness=3 is more than the 2 steps"):
+    with pytest.raises(ConfigError, match=r"run.max_staleness=3 is more than the 2 steps"):
         Trainer(config, algorithm=Own(steps=2), run_dir=tmp_path / "run").fit(lambda task: 1.0, list(range(20)))
 
 
