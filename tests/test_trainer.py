@@ -200,6 +200,17 @@ def test_ages_of_rollouts_that_cannot_be_are_refused_before_a_model_is_loaded(
         trainer.fit(lambda task: 1.0, [{"n": n} for n in range(20)])
 
 
+def test_steps_bound_the_age_of_rollouts_of_an_algorithm_with_a_check_of_its_own(tmp_path, monkeypatch):
+    class Own(LightningRL):
+        def check_staleness(self, max_staleness: int) -> None:
+            """Any will do."""
+
+    monkeypatch.setattr("agentlightning.run.make_starting_policy", lambda *_: pytest.fail("the model was made"))
+    config = TrainConfig(run=RunConfig(max_staleness=3))
+    with pytest.raises(ConfigError, match=r"run.max_staleness=3 is more than the 2 steps"):
+        Trainer(config, algorithm=Own(steps=2), run_dir=tmp_path / "run").fit(lambda task: 1.0, list(range(20)))
+
+
 def test_a_run_on_a_shared_store_has_a_queue_of_its_own_where_it_has_runners():
     assert queue_of(RunnerConfig(), None, "r1") is None
     assert queue_of(RunnerConfig(), HUB, "r1") == "_run-r1"

@@ -574,7 +574,7 @@ def test_what_a_stage_reports_to_is_the_same_object_in_every_round() -> None:
 
 def test_more_staleness_than_a_stage_has_steps_is_refused() -> None:
     stages = agl.Sequential([agl.APO(), agl.LightningRL(steps=2)])
-    with pytest.raises(agl.errors.ConfigError, match=r"run.max_staleness=3 is more than the 2 steps of lightning_rl"):
+    with pytest.raises(agl.errors.ConfigError, match=r"run.max_staleness=3 is more than the 2 steps of stage 2"):
         stages.check_staleness(3)
 
 

@@ -518,31 +518,32 @@ def transcript_of(spans: Sequence[Span]) -> tuple[Mapping[str, Any], ...]:
     return tuple(message for each in recorded for message in recorded_objects(each))
 
 
-def text_of(value: Any) -> str:
+def text_of(value: Any, most: int | None = MOST_TEXT) -> str:
     """A task or an output as text."""
-    return (value if isinstance(value, str) else _json(value))[:MOST_TEXT]
+    return (value if isinstance(value, str) else _json(value))[:most]
 
 
 def _json(value: Any) -> str:
     return dumps(value, default=repr).decode()
 
 
-def said(message: Mapping[str, Any], between: str = " ") -> str:
-    """What a message says: its texts, tool calls as `name(argument=value)` and their results, other parts as JSON."""
-    return between.join(_said(part) for part in message.get("parts") or () if isinstance(part, Mapping))
+def said(message: Mapping[str, Any], between: str = " ", most: int | None = MOST_TEXT) -> str:
+    """What a message says: its texts, tool calls as `name(argument=value)` and their results, other parts as JSON; of
+    arguments, results and JSON at most so many characters."""
+    return between.join(_said(part, most) for part in message.get("parts") or () if isinstance(part, Mapping))
 
 
-def _said(part: Mapping[str, Any]) -> str:
+def _said(part: Mapping[str, Any], most: int | None) -> str:
     if part.get("type") == "tool_call":
         given = part.get("arguments")
         if isinstance(given, Mapping):
             given = ", ".join(f"{name}={_json(value)}" for name, value in cast("Mapping[str, Any]", given).items())
-        return f"{part.get('name')}({'' if given is None else text_of(given)})"
+        return f"{part.get('name')}({'' if given is None else text_of(given, most)})"
     if part.get("type") == "tool_call_response":
-        return text_of(part.get("response"))
+        return text_of(part.get("response"), most)
     if "content" in part:
         return str(part["content"])
-    return text_of({name: value for name, value in part.items() if name != "type"})
+    return text_of({name: value for name, value in part.items() if name != "type"}, most)
 
 
 # -- token trees -------------------------------------------------------------------------------------------------------

@@ -341,6 +341,7 @@ class Wiring(Struct):
             )
         check_prices(algorithm, config)
         if self.recorded is None:
+            Algorithm.check_staleness(algorithm, config.run.max_staleness)  # That of a class need not call it.
             algorithm.check_staleness(config.run.max_staleness)
         token, secret = credentials(given)
         async with AsyncExitStack() as stack:

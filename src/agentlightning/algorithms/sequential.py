@@ -128,9 +128,15 @@ class Sequential(Algorithm[SequentialConfig]):
 
     def check_staleness(self, max_staleness: int) -> None:
         super().check_staleness(max_staleness)
-        for stage in self.stages:
-            if stage.learns_weights:
-                stage.check_staleness(max_staleness)
+        for place, stage in enumerate(self.stages):
+            if not stage.learns_weights:
+                continue
+            if max_staleness > stage.total_steps:
+                raise ConfigError(
+                    f"run.max_staleness={max_staleness} is more than the {stage.total_steps} steps of"
+                    f" {described(place, stage)}; use at most {stage.total_steps}, or more steps"
+                )
+            stage.check_staleness(max_staleness)
 
     def state_dict(self) -> Mapping[str, Any]:
         if self._running is None:

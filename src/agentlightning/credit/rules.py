@@ -889,6 +889,12 @@ class HierarchicalCredit(StateValueCredit):
     lam: Share = 0.95
     """Of `value`: how much of what lies behind the next call counts."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_pool(cls, given: Any) -> Any:
+        """Settings of earlier versions name the pool of `state_value` by None."""
+        return {k: v for k, v in given.items() if v is not None or k != "pool"} if isinstance(given, dict) else given
+
     def of_group(self, group: Group, context: CreditContext) -> Credit | None:
         keys = state_keys(group, self.similarity)
         earlier = self.remembered(group, context)

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentlightning import span as names
+from agentlightning.algorithms.apo.search import transcript
 from agentlightning.algorithms.apo.text import (
     PRUNE_MARGIN,
     Edit,
@@ -23,7 +25,9 @@ from agentlightning.algorithms.apo.text import (
     read_edits,
     schema_violation,
 )
+from agentlightning.algorithms.training import RolloutReport
 from agentlightning.resources import PromptTemplate
+from agentlightning.span import Span
 
 TWO = {"prompt": "one\ntwo\nthree"}
 
@@ -148,3 +152,16 @@ def test_an_item_keeps_its_counts_wherever_it_stands():
     playbook.count({"book": "- Check units."}, [1], [])
     copy = Playbook(["book"], playbook.counts)
     assert "[2] helped 1" in copy.notes({"book": "new\n* check  UNITS."})["book"]
+
+
+def test_the_critic_reads_all_of_what_a_tool_was_given_and_has_returned() -> None:
+    text = "x" * 5000
+    parts = [
+        {"type": "tool_call", "name": "look", "arguments": {"text": f"{text} wrong"}},
+        {"type": "tool_call_response", "id": "c", "response": f"{text} here is the answer"},
+    ]
+    attributes = {names.OPERATION_NAME: "chat", names.INPUT_MESSAGES: json.dumps([{"role": "tool", "parts": parts}])}
+    span = Span("ro", "at", "chat", start_time=1.0, end_time=2.0, span_id="s", attributes=attributes)
+    read = transcript("task", RolloutReport("ro", spans=(span,)))
+    assert "x wrong" in read
+    assert "here is the answer" in read

@@ -209,3 +209,10 @@ def test_the_evidence_is_among_the_metrics_of_a_step(make: Any) -> None:
     assert metrics["credit_evidence_calls"] == 12
     assert metrics["credit_evidence_critic"] == pytest.approx(12)
     assert metrics["credit_evidence_states"] < metrics["credit_evidence_mean"] < metrics["credit_evidence_critic"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"similarity": 0.5}])
+def test_none_is_the_pool_of_state_value(settings: dict[str, Any]) -> None:
+    rule = HierarchicalCredit.model_validate({"type": "hierarchical", "pool": None, **settings})
+    assert rule == HierarchicalCredit(**settings)
+    assert rule.pool == StateValueCredit().pool

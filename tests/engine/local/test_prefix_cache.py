@@ -64,3 +64,11 @@ def test_eviction_is_least_recently_used() -> None:
     assert cache.match([1, 1, 1]).length == 3
     cache.insert([3, 3], lambda start, stop: segment([3, 3], start, stop))
     assert [cache.match(tokens).length for tokens in ([1, 1, 1], [2, 2, 2], [3, 3])] == [3, 0, 2]
+
+
+def test_what_nothing_else_shares_of_a_long_sequence_makes_room_for_what_follows_its_beginning() -> None:
+    cache, prompt = RadixPrefixCache(8 * 12), [7, 7, 7, 7]
+    for tokens in ([*prompt, *range(10, 18)], [*prompt, 1, 1], [*prompt, 1, 1, 2, 2]):
+        cache.insert(tokens, lambda start, stop, tokens=tokens: segment(tokens, start, stop))
+    assert cache.match([*prompt, 1, 1, 2, 2, 3]).length == 8
+    assert cache.match([*prompt, *range(10, 18)]).length == 4

@@ -228,7 +228,7 @@ def _events(spans: Sequence[Span]) -> Iterator[str]:
 
 def _messages(recorded: object) -> Iterator[str]:
     for message in recorded_objects(recorded):
-        yield f"{message.get('role', 'message')}: {said(message)}"
+        yield f"{message.get('role', 'message')}: {said(message, most=None)}"
 
 
 # -- critic ----------------------------------------------------------------------------------------------------------

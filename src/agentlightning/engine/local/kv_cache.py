@@ -289,9 +289,8 @@ def round_to_block(length: int) -> int:
 
 # Prefix cache: keys and values of token prefixes in a radix tree, bounded in bytes, evicting the least recently used.
 #
-# Each node holds a run of tokens with their keys and values, and another may follow after any of these; what several
-# sequences share is stored once. Entries belong to the weights that computed them: there is a tree for each adapter,
-# and `clear` drops it when they change.
+# Each node holds a run of tokens with their keys and values; a run shared by several sequences is stored once. Entries
+# belong to the weights that computed them: there is a tree for each adapter, and whoever changes weights calls `clear`.
 
 Segment = list[Tensor]
 """Keys and values of a run of tokens: for each pool [layers x {key, value}, heads, tokens, dim]."""
@@ -299,15 +298,13 @@ Segment = list[Tensor]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of tokens that follows the run of its parent, or the beginning of it."""
+    """A run of tokens that follows the run of its parent."""
 
     tokens: list[int]
     segment: Segment
     parent: Node | None
-    after: int = 0
-    """How many of its parent's tokens it follows."""
-    children: dict[tuple[int, int], Node] = field(default_factory=dict[tuple[int, int], "Node"])
-    """By how many tokens they follow, and their first one."""
+    children: dict[int, Node] = field(default_factory=dict["int", "Node"])
+    """By their first token."""
 
     @property
     def num_bytes(self) -> int:
@@ -340,11 +337,13 @@ class RadixPrefixCache:
     def match(self, tokens: list[int], adapter: str | None = None) -> Match:
         """The longest prefix of `tokens` that is cached for an adapter."""
         nodes: list[tuple[Node, int]] = []
-        node, count, length = self._root(adapter), 0, 0
-        while length < len(tokens) and (child := node.children.get((count, tokens[length]))) is not None:
+        node, length = self._root(adapter), 0
+        while length < len(tokens) and (child := node.children.get(tokens[length])) is not None:
             count = common_prefix_length(child.tokens, tokens, length)
             nodes.append((child, count))
             node, length = child, length + count
+            if count < len(child.tokens):
+                break
         self._touch(node)
         return Match(length, tuple(nodes))
 
@@ -356,16 +355,20 @@ class RadixPrefixCache:
         found = self.match(tokens, adapter)
         if found.length == len(tokens):
             return
-        parent, after = found.nodes[-1] if found.nodes else (self._root(adapter), 0)
-        node = Node(tokens[found.length :], read(found.length, len(tokens)), parent, after)
-        parent.children[after, node.tokens[0]] = node
+        parent = self._root(adapter)
+        if found.nodes:
+            parent, count = found.nodes[-1]
+            if count < len(parent.tokens):
+                parent = self._split(parent, count)
+        node = Node(tokens[found.length :], read(found.length, len(tokens)), parent)
+        parent.children[node.tokens[0]] = node
         self._order[node] = None
         self.num_bytes += node.num_bytes
         self._touch(node)
         while self.num_bytes > self.limit_bytes and self._order:
             node, _ = self._order.popitem(last=False)
             assert node.parent is not None
-            del node.parent.children[node.after, node.tokens[0]]
+            del node.parent.children[node.tokens[0]]
             self.num_bytes -= node.num_bytes
 
     def clear(self, adapters: Collection[str | None] | None = None) -> None:
@@ -380,6 +383,18 @@ class RadixPrefixCache:
 
     def _root(self, adapter: str | None) -> Node:
         return self._roots.setdefault(adapter, Node(tokens=[], segment=[], parent=None))
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Cut `node` after `count` tokens; returns the upper part. Copies, so that each part frees its own memory."""
+        assert node.parent is not None
+        upper = Node(node.tokens[:count], [part[:, :, :count].clone() for part in node.segment], node.parent)
+        node.parent.children[upper.tokens[0]] = upper
+        node.tokens = node.tokens[count:]
+        node.segment = [part[:, :, count:].clone() for part in node.segment]
+        node.parent = upper
+        upper.children[node.tokens[0]] = node
+        self._order[upper] = None
+        return upper
 
     def _touch(self, node: Node) -> None:
         """Make `node` and its ancestors the most recently used, the root-most last."""
