@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import signal
 import threading
 from collections.abc import AsyncGenerator, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -51,20 +49,13 @@ async def result_of(value: Any) -> Any:
 
 
 def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
-    running = Future[Any]()
+    from anyio.from_thread import start_blocking_portal
 
     async def main() -> T:
-        running.set_result(asyncio.current_task())
         return await work
 
-    with ThreadPoolExecutor(1, "agl-event-loop") as executor:
-        done = executor.submit(contextvars.copy_context().run, uvloop.run, main())
-        try:
-            return done.result()
-        except KeyboardInterrupt:
-            task = running.result()
-            task.get_loop().call_soon_threadsafe(task.cancel)
-            raise
+    with start_blocking_portal(backend_options={"use_uvloop": True}) as portal:  # An interrupt cancels `work`.
+        return portal.call(main)
 
 
 def _run_here(work: Coroutine[Any, Any, T]) -> T:
