@@ -70,3 +70,26 @@ def test_an_export_replaces_no_file_unless_it_is_told_to(invoke, tmp_path: Path)
         "exists" not in invoke("export", str(tmp_path), "--to", "trl-jsonl", "--out", str(mine), "--overwrite").output
     )
     assert mine.read_text() == "notes", "there is no run to export"
+
+
+PARSED = """
+import sys
+from agentlightning.util import settings
+read, sys.argv = settings.field_texts, ["agl", *{arguments!r}]
+settings.field_texts = lambda kind: print("parsed") or read(kind)
+from agentlightning.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("asked", "arguments"), [(True, ["run", "--help"]), (False, ["run", "--timeout", "1"])])
+def test_the_help_of_options_is_read_only_where_it_is_asked_for(asked: bool, arguments: list[str]) -> None:
+    program = PARSED.format(arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ("parsed" in done.stdout) == asked, done.stdout + done.stderr
+
+
+def test_flags_have_no_opposite_without_docstrings() -> None:
+    words = [sys.executable, "-OO", "-m", "agentlightning", "store", "export", "--no-force"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "No such option" in done.stderr) == (2, True), done.stderr

@@ -34,7 +34,7 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         read_duration(text)
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "10XB", "ten", "1,5GB", "9" * 400])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5iB", "10XB", "ten", "1,5GB", "9" * 400])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size such as 500MB"):
         read_size(text)

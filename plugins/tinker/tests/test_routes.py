@@ -409,6 +409,28 @@ async def test_an_answer_of_another_session_does_not_wait_for_a_thousand(model: 
         await service.close()
 
 
+async def test_an_answer_of_another_model_does_not_wait_for_a_thousand(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LocalPolicyConfig(model=model, device="cpu", max_batch_size=8)
+    names = "policy", "judge"
+    hosts = [AdapterHost.open(config.model_copy(update={"name": name})) for name in names]
+    service, begun, sample = TinkerService(hosts, tmp_path), list[Any](), hosts[0].sample_copy
+    monkeypatch.setattr(hosts[0], "sample_copy", lambda *given: begun.append(given) or sample(*given))
+    try:
+        ids, session = list[str](), (await service.create_session(CreateSession()))["session_id"]
+        for number, base in enumerate(names):
+            made = CreateSampler(session_id=session, sampling_session_seq_id=number, base_model=base)
+            sampler = (await service.create_sampler(made))["sampling_session_id"]
+            body = _prompt() | {"sampling_session_id": sampler, "num_samples": 1 if number else 512}
+            body["sampling_params"] = {"max_tokens": 4 if number else 64, "stop": []}
+            ids.append((await service.sample(SampleRequest.model_validate(body)))["request_id"])
+        assert await service.session(ids[1]).fetch(ids[1], 60) is not None
+        assert 0 < len(begun) < 256
+    finally:
+        await service.close()
+
+
 async def test_weights_saved_again_are_sampled_by_who_asks_for_them_then(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,6 @@ from agentlightning.cli.options import (
     weights_of,
 )
 from agentlightning.cli.output import Result, agl
-from agentlightning.credit.rejection import count_reasons
 from agentlightning.errors import ConfigError, DatasetError
 from agentlightning.rollouts import RolloutMode
 from agentlightning.trajectory import Trajectory
@@ -239,7 +238,7 @@ def evaluation_advice(result: Evaluation) -> list[str]:
 
 
 def _measured(result: Evaluation) -> dict[str, Any]:
-    numbers = (result.mean, result.score, result.interval) if result.known else (None, None, None)
+    numbers = (result.mean, result.score, result.interval) if result.known else (None,) * 3
     found = dict(zip(("reward", "score", "interval"), numbers, strict=True))
     return found | {"tasks": len(result.rewards), "measured": len(result.known)}
 
@@ -429,6 +428,7 @@ async def _read_groups(
 ) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """The newest groups of several finished rollouts, and rollouts that cannot be read by reason."""
     from agentlightning.credit import group_trajectories
+    from agentlightning.credit.rejection import count_reasons
     from agentlightning.training.sources.collector import RolloutPlan, TrajectoryReader, find_groups
 
     async with store.open() as opened:

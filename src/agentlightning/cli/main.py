@@ -67,9 +67,10 @@ EARLIER = {
 PLAIN: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
-def as_command(verb: Callable[..., Any]) -> Callable[..., Any]:
+def as_command(verb: Callable[..., Any], helping: bool) -> Callable[..., Any]:
     """The verb as Typer takes it. Parameters that are dataclasses are options that belong together, and become a
-    parameter for each field; the help of an option stands below its field, or as `NAME: TEXT` in the docstring."""
+    parameter for each field; the help of an option stands below its field, or as `NAME: TEXT` in the docstring. Without
+    `helping`, that of fields is not read: it takes as long as an import."""
     from agentlightning.util.settings import field_texts
 
     own = inspect.signature(verb, eval_str=True).parameters
@@ -78,9 +79,9 @@ def as_command(verb: Callable[..., Any]) -> Callable[..., Any]:
     texts, groups, all_of = dict(line.findall(doc)), dict[str, Any](), list[inspect.Parameter]()
     for name, each in own.items():
         if is_dataclass(each.annotation):
-            groups[name], below = each.annotation, field_texts(each.annotation)
-            options = inspect.signature(groups[name], eval_str=True).parameters
-            all_of += [_described(option, below.get(field)) for field, option in options.items()]
+            groups[name], below = each.annotation, field_texts(each.annotation) if helping else {}
+            options = inspect.signature(groups[name], eval_str=True).parameters.values()
+            all_of += [_described(option, below.get(option.name)) for option in options]
         else:
             all_of.append(_described(each, texts.get(name)))
 
@@ -100,9 +101,10 @@ def as_command(verb: Callable[..., Any]) -> Callable[..., Any]:
 def _described(parameter: inspect.Parameter, text: str | None) -> inspect.Parameter:
     """A parameter with its help. Without Typer's own description of it, it is an option, and False a flag."""
     option = parameter.default
-    if text is not None:
-        if not isinstance(option, ParameterInfo):
-            option = Option(option, *([f"--{parameter.name.replace('_', '-')}"] if option is False else []))
+    if option is False:
+        option = Option(False, f"--{parameter.name.replace('_', '-')}")
+    if text:
+        option = option if isinstance(option, ParameterInfo) else Option(option)
         option.help = " ".join(text.split())
     return parameter.replace(default=option, kind=inspect.Parameter.KEYWORD_ONLY)
 
@@ -190,8 +192,9 @@ class Program(TyperGroup):
         for name, (_, text) in self.verbs.items():
             self.add_command(TyperCommand(name, short_help=text))
 
-    def load(self, name: str) -> Any:
-        """The verb, or the group of verbs. One that cannot be loaded is hidden, and says why when it is called."""
+    def load(self, name: str, helping: bool = True) -> Any:
+        """The verb, or the group of verbs, by `as_command`. One that cannot be loaded is hidden, and says why
+        when it is called."""
         place, text = self.verbs[name]
         app = typer.Typer(name=name, help=text, **PLAIN)
         module, _, function = place.partition(":")
@@ -205,7 +208,7 @@ class Program(TyperGroup):
         for verb, function in (found if isinstance(found, dict) else {name: found}).items():
             # Of `agl run`, what follows the first word is the command's.
             app.command(verb, cls=Verb, context_settings={"allow_interspersed_args": verb != "run"})(
-                as_command(function)
+                as_command(function, helping)
             )
         group = get_group(app)
         return group if isinstance(found, dict) else group.commands[name]
@@ -213,7 +216,7 @@ class Program(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
         try:
-            return name, name and self.load(name), rest
+            return name, name and self.load(name, ctx.resilient_parsing or "--help" in rest), rest
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise
@@ -232,8 +235,8 @@ def _refusal(name: str, error: ConfigError) -> TyperCommand:
     def refuse() -> None:
         raise error
 
-    any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return Verb(name, params=[], callback=refuse, hidden=True, context_settings=any_arguments)
+    any_words = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return Verb(name, params=[], callback=refuse, hidden=True, context_settings=any_words)
 
 
 def build() -> typer.Typer:

@@ -295,8 +295,8 @@ async def has_model(server: str, token: str | None) -> bool:
 
 _QUANTITY = re.compile(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-BYTES = {"": 1} | {f"{name}{i}b": base**n for name, n in POWERS.items() for i, base in (("", 1000), ("i", 1024))}
+POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+BYTES = {"": 1, "b": 1} | {f"{k}{i}b": base**n for k, n in POWERS.items() for i, base in (("", 1000), ("i", 1024))}
 
 
 def read_duration(text: str) -> float:
@@ -312,7 +312,7 @@ def read_size(text: str) -> int:
 
 def _read_quantity(text: str, units: Mapping[str, float], what: str) -> float:
     match = _QUANTITY.fullmatch(text)
-    factor = None if match is None else units.get(match[2].lower())
+    factor = match and units.get(match[2].lower())
     if match is None or factor is None:
         raise ConfigError(f"{text!r} is not {what}")
     if (value := float(match[1]) * factor) >= 2**63:

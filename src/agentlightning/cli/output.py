@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 INVALID_INPUT = (ConfigError, DatasetError, ResumeError, ServerError)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-EXTRAS = {"torch": "train", "transformers": "train", "tokenizers": "train", "matplotlib": "train", "openai": "demo"}
+EXTRAS = {"torch": "train", "transformers": "train", "tokenizers": "train", "openai": "demo"}
 """The extra of this package that installs a module; what needs another one, names its extra itself."""
 
 
@@ -127,8 +127,7 @@ def open_output(as_json: bool) -> Generator[Output]:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        missing = MissingExtraError(error.name, EXTRAS[error.name])
-        raise output.fail("MissingExtraError", str(missing), 2) from error
+        raise output.fail("MissingExtraError", str(MissingExtraError(error.name, EXTRAS[error.name])), 2) from error
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise

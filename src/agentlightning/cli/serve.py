@@ -334,7 +334,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         """Install the handlers in the running event loop, which must be that of the main thread."""
         for number in STOPPING:
-            asyncio.get_running_loop().add_signal_handler(number, self._handle)
+            asyncio.get_running_loop().add_signal_handler(number, lambda: next(self._actions)())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -355,9 +355,6 @@ class StopSignals:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _handle(self) -> None:
-        next(self._actions)()
 
 
 def exit_now() -> NoReturn:

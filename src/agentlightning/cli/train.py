@@ -28,11 +28,9 @@ from agentlightning.cli.options import (
     weights_of,
 )
 from agentlightning.cli.output import Output, Result, agl, failure_lines, prompt_changes, writing
-from agentlightning.credit.rejection import describe_reasons
 from agentlightning.errors import ConfigError
 from agentlightning.models.resolve import TINY
 from agentlightning.store.base import LightningStore
-from agentlightning.store.http.client import LightningStoreClient
 from agentlightning.util.progress import Progress
 from agentlightning.util.settings import dump_toml, load_settings
 
@@ -88,6 +86,7 @@ def train(
       agl train --resume runs/lora algorithm.steps=200
     """
     from agentlightning.config import TrainConfig
+    from agentlightning.store.http.client import LightningStoreClient
     from agentlightning.training.persistence.run_dir import settings_of_run
 
     output = ctx.obj
@@ -364,6 +363,7 @@ def report_of(result: TrainingResult) -> Result:
 
 
 def _result_lines(result: TrainingResult) -> Iterator[RenderableType]:
+    from agentlightning.credit.rejection import describe_reasons
 
     yield ""
     for mode, gain in result.held_out.items():
@@ -427,6 +427,7 @@ def best_and_worst(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _missing(result: TrainingResult, mode: str, gain: Gain) -> str:
+    from agentlightning.credit.rejection import describe_reasons
 
     counts = (("before", gain.missing_before), ("after", gain.missing_after))
     parts = [

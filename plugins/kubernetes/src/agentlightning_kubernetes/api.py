@@ -81,8 +81,7 @@ class KubernetesApi:
         """The answer, of success or with the status `harmless`."""
         until, pause = time.monotonic() + patience, 0.1
         while True:
-            account = self._account
-            token = {} if account is None else {"authorization": f"Bearer {(account / 'token').read_text()}"}
+            token = self._account and {"authorization": f"Bearer {(self._account / 'token').read_text()}"}
             try:
                 response = self._http.request(method, path, headers=token, **options)
                 if response.is_success or response.status_code == harmless:

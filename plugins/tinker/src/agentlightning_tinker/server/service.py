@@ -57,9 +57,8 @@ class TinkerService:
     # -- sessions --------------------------------------------------------------------------------------------------
 
     async def create_session(self, request: wire.CreateSession) -> Found:
-        # Three quarters of a batch: answers of another session do not wait for all that one has asked for.
-        name, batch = token_hex(8), min(host.config.max_batch_size for host in self.hosts.values())
-        self.sessions[name] = Session(name, batch - batch // 4)
+        name = token_hex(8)
+        self.sessions[name] = Session(name)
         logger.info("session %s of a client of version %s", name, request.sdk_version or "unknown")
         return {"type": "create_session", "session_id": name}
 
@@ -277,7 +276,10 @@ class TinkerService:
         session, sampler = self.session(chosen), self.sampler(chosen)
         params = [_params(request, number) for number in range(request.num_samples)]
         sampler.host.validate(request.prompt.tokens, params[0])
-        name = session.start(lambda: _sample(sampler, session.slots, request, params))
+        # Three quarters of a batch: answers of another session do not wait for all that one has asked for.
+        batch = sampler.host.config.max_batch_size
+        slots = session.slots.setdefault(sampler.host, asyncio.Semaphore(batch - batch // 4))
+        name = session.start(lambda: _sample(sampler, slots, request, params))
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{number}" for number in range(len(params))]}
 
     def _host(self, name: str) -> AdapterHost:

@@ -63,11 +63,11 @@ class Session:
     """With its name begin those of its training runs, samplers and requests, before a colon. The id of a request that
     has a turn is MODEL:NUMBER."""
 
-    def __init__(self, name: str, slots: int = 1) -> None:
+    def __init__(self, name: str) -> None:
         self.name, self.heard = name, time.monotonic()
-        self.slots = asyncio.Semaphore(slots)
-        """For answers at the same time."""
-        self.models: dict[str, AdapterHost] = {}
+        self.slots = dict[AdapterHost, asyncio.Semaphore]()
+        """By model, for answers at the same time."""
+        self.models = dict[str, AdapterHost]()
         """By training run, what it is over."""
         self.samplers: dict[str, Sampler] = {}
         self._tasks: dict[str, asyncio.Task[Response]] = {}
