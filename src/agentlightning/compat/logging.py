@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable
-from typing import Final, TextIO
+from typing import Final
 
 FORMAT: Final = "%(asctime)s [%(levelname)s] (Process-%(process)d %(name)s)   %(message)s"
-
-
-class _Handler(logging.StreamHandler[TextIO]):
-    """Ours, to be found again."""
 
 
 def setup_logging(level: int | str = "INFO", *, apply_to: Iterable[str] = ()) -> None:
@@ -23,7 +18,8 @@ def setup_logging(level: int | str = "INFO", *, apply_to: Iterable[str] = ()) ->
     for name in ("agentlightning", *apply_to):
         logger = logging.getLogger(name)
         logger.setLevel(level)
-        if not any(isinstance(each, _Handler) for each in logger.handlers):
-            handler = _Handler(sys.stderr)
+        if not any(each.name == __name__ for each in logger.handlers):
+            handler = logging.StreamHandler()
+            handler.name = __name__
             handler.setFormatter(logging.Formatter(FORMAT))
             logger.addHandler(handler)
