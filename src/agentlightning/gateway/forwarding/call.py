@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -108,6 +109,12 @@ logger = logging.getLogger(__name__)
 
 _FINAL_EVENTS: Final = frozenset({*LAST_EVENTS, "message_stop", "error"})
 """Types of the events that end a stream."""
+_USED: Final = re.compile(rb'"usage"\s*:\s*\{')
+"""In events that may not be for the caller."""
+_END_MARKS: Final = (b"[DONE]", *(b'"%b"' % kind.encode() for kind in sorted(_FINAL_EVENTS)))
+"""In events that may end a stream."""
+_MAX_UNREAD: Final = 64 * 1024
+"""Reading more bytes of events at once would hold up other calls."""
 BACKGROUND: Final = "background_response"
 """Operation of the span of a call that its provider answers later."""
 UNFINISHED: Final = "unfinished_answer"
@@ -332,6 +339,8 @@ class ForwardedCall:
 
     _call: UpstreamCall = field(init=False)
     _added: AddedFields = field(default_factory=AddedFields, init=False)
+    _unread: bytearray = field(default_factory=bytearray, init=False)
+    """Events that were passed on and are not read yet."""
     _final_events: list[bytes] = field(default_factory=list, init=False)
     """The end of a stream, which waits until the response is recorded."""
 
@@ -355,6 +364,7 @@ class ForwardedCall:
                     try:
                         await self._pass_on(writer)
                     finally:
+                        self._read_unread()
                         if record.is_pending:
                             self._settle()
         except BaseException as error:
@@ -378,6 +388,7 @@ class ForwardedCall:
                 for chunk in self._shown(events):
                     if chunk:
                         await writer.send_events(chunk)
+            self._read_unread()
             if not self._final_events and not any(choice.given_reason for choice in response.choices.values()):
                 raise unreadable_response(call.pool, "its stream ended before the response was complete")
         else:
@@ -414,7 +425,16 @@ class ForwardedCall:
         return dumps(data) if self._added.remove_from(data) else self._call.body
 
     def _shown(self, events: bytes) -> Iterator[bytes]:
-        """Read events, and yield what to send of them now. Raises ApiError."""
+        """Read events, and yield what to send of them now. What can be passed on as it is waits to be read with others,
+        which costs a fraction. Raises ApiError."""
+        waits = self.record.response.id and not (self._final_events or self._added.fields)
+        if waits and not _USED.search(events) and not any(mark in events for mark in _END_MARKS):
+            self._unread += events
+            if len(self._unread) >= _MAX_UNREAD:
+                self._read_unread()
+            yield events
+            return
+        self._read_unread()
         passed = list[bytes]()
         for event, data in self._read(events):
             shown = self._added.filter_event(event, data)
@@ -428,6 +448,10 @@ class ForwardedCall:
         for _, data in read:
             self.record.response.read(data)
         return read
+
+    def _read_unread(self) -> None:
+        unread, self._unread = bytes(self._unread), bytearray()
+        self._read(unread)
 
     def _ending(self) -> bytes:
         """The bytes that end the stream."""
