@@ -34,6 +34,7 @@ import json, os, socket, subprocess, sys, threading, time
 def answer(request):
     if request["method"] == "tasks":
         if request["env"]["name"] == "slow":
+            open("begun", "w").close()
             time.sleep(2)
             open("loaded", "w").close()
         if request["env"]["name"] == "missing":
@@ -184,8 +185,13 @@ def test_an_interrupt_ends_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "python").write_text(FAKE.format(python=sys.executable))
     (tmp_path / "python").chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    interrupt = threading.Timer(0.7, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
-    interrupt.start()
+    caller = threading.get_ident()
+
+    def interrupt() -> None:
+        wait_for_file("begun")
+        signal.pthread_kill(caller, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         load_dataset(f"verifiers:slow?python={tmp_path}/python")
     assert not (tmp_path / "loaded").exists(), "it did not wait for its end"
