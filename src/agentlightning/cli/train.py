@@ -96,11 +96,9 @@ def train(
     changes = overrides({SHORTCUTS.get(name, name): value for name, value in named.items()}, settings)
     if resume is None:
         resolved = load_settings(TrainConfig, toml=config or own_config(), overrides=changes)
-    elif config or run:
-        raise ConfigError(
-            f"--resume continues {resume} with its own settings; give those to change as section.key=value, and leave"
-            " out --config and --run"
-        )
+    elif kept := [f"{name} {value}" for name, value in (("--config", config), ("--run", run)) if value is not None]:
+        problem = f"--resume continues {resume} with its own settings; leave out {' and '.join(kept)}"
+        raise ConfigError(f"{problem}, and give those to change as section.key=value")
     else:
         resolved = settings_of_run(resume, changes)
     store = LightningStoreClient(server, token) if server is not None else None
