@@ -191,7 +191,7 @@ def test_an_interrupt_ends_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         wait_for_file("begun")
         signal.pthread_kill(caller, signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         load_dataset(f"verifiers:slow?python={tmp_path}/python")
     assert not (tmp_path / "loaded").exists(), "it did not wait for its end"
